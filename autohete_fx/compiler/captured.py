@@ -266,7 +266,7 @@ class CapturedGraph:
         owner = optimizer_of(param)
         clips = owner is not None and owner.max_grad_norm is not None
         updated = (
-            ("", -1)
+            ("", state_bytes(param))
             if owner is None
             else (owner.overlap.value, clips, owner.rule_of(param).name, state_bytes(param), product_flops(param))
         )

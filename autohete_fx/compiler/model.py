@@ -156,7 +156,10 @@ def held_inputs(inputs: Sequence[GraphInput]) -> tuple[GraphInput, ...]:
 def origin_of(inputs: Sequence[GraphInput]) -> Origin:
     """The origin of the graph that Dynamo is compiling now."""
     function, part = dynamo.function_being_compiled()
-    return Origin(function, part, frozenset(item.name for item in inputs if item.is_parameter))
+    read = [item for item in inputs if item.is_parameter]
+    return Origin(
+        function, part, frozenset(item.name for item in read), tensors=frozenset(id(item.tensor) for item in read)
+    )
 
 
 def graph_key(inputs: Sequence[GraphInput]) -> tuple[Origin, tuple[object, ...]]:

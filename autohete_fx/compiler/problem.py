@@ -30,6 +30,7 @@ from autohete_fx.ir import (
 from autohete_fx.ir.labels import labels_of
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.machine.budgets import CUBLAS_WORKSPACE_BYTES
+from autohete_fx.optim.others import counted_state_bytes
 from autohete_fx.optim.owners import Owner, optimizer_of
 from autohete_fx.optim.streamed import WHOLE_SLOTS
 from autohete_fx.options import Options
@@ -88,11 +89,11 @@ def moved_states(
 
 
 def state_bytes(param: torch.nn.Parameter) -> int:
-    """Optimizer states that a parameter will have: what an optimizer of ours says, else two states of its own dtype."""
+    """Optimizer states that a parameter will have: what an optimizer of ours says, or what is known of another's."""
     if not param.requires_grad:
         return 0
     owner = optimizer_of(param)
-    return owner.state_bytes_of(param) if owner is not None else 2 * param.numel() * param.element_size()
+    return counted_state_bytes(param) if owner is None else owner.state_bytes_of(param)
 
 
 def update_share(param: torch.nn.Parameter) -> float:

@@ -29,6 +29,7 @@ from autohete_fx.compiler.shares import Run
 from autohete_fx.internals import dynamo, versions
 from autohete_fx.ir import LaneRecord, Overlap, Schedule
 from autohete_fx.ir.sizes import format_bytes
+from autohete_fx.optim import others
 from autohete_fx.options import Options
 from autohete_fx.planner.infeasible import advice_of, broken_up, too_small
 from autohete_fx.runtime import shortage
@@ -93,6 +94,7 @@ def running(
     assumed = None
     if compilation.training and compilation.device_budget_bytes is not None:
         assumed = Assumptions(parameters, inputs, options)
+        others.watch(item.tensor for item in inputs if item.is_parameter and item.tensor is not None)
     explain = functools.partial(_shortage, model.session.device, compilation)
     guarded = _cleaning_up(weakref.ref(model.session), explain, same_call)
     refuse = functools.partial(_refuse_call, weakref.ref(model), compilation, options.micro_batches)

@@ -25,12 +25,14 @@ class Origin:
     Attributes:
         function: what Dynamo compiled it of, by file and name.
         part: of that function, between two graph breaks.
-        parameters: names of those that it reads.
+        parameters: names of those that it reads, within the function's module: graphs of layers that share code are one.
+        tensors: identities of these, which tell apart functions of modules whose parameters have the same names.
     """
 
     function: str
     part: str
     parameters: frozenset[str]
+    tensors: frozenset[int] = field(default=frozenset(), compare=False)
 
     def may_run_beside(self, other: "Origin") -> bool:
         """Whether one step may run both, as far as can be told before they run. These are other parts of a function, and graphs
@@ -43,7 +45,13 @@ class Origin:
             return True
         if not (self.parameters or other.parameters):
             return self.function != other.function
-        return self.parameters.isdisjoint(other.parameters)
+        return not self.shares_with(other)
+
+    def shares_with(self, other: "Origin") -> bool:
+        """Whether both read a parameter. In one function, that is one of the same name."""
+        if self.function != other.function and self.tensors and other.tensors:
+            return not self.tensors.isdisjoint(other.tensors)
+        return not self.parameters.isdisjoint(other.parameters)
 
 
 @dataclass(eq=False, slots=True, kw_only=True, weakref_slot=True)
@@ -340,7 +348,7 @@ class Shares:
         noted: dict[Origin, Any]
         for noted in (self.footprints, self.unsettled, self.decided):
             for other in list(noted):
-                if not (self.runs_beside(graph, other) or graph.parameters.isdisjoint(other.parameters)):
+                if graph.shares_with(other) and not self.runs_beside(graph, other):
                     del noted[other]
         self.footprints[graph] = footprint
         if unsettled is not None:

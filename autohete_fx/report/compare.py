@@ -15,7 +15,7 @@ from autohete_fx.ir.files import expanded
 from autohete_fx.ir.labels import label_pattern, run_label
 from autohete_fx.ir.sizes import format_bytes, format_seconds
 from autohete_fx.report.data import ReportData
-from autohete_fx.report.saved import DATA, PLAN, Report
+from autohete_fx.report.saved import DATA, METRICS, PLAN, Report
 from autohete_fx.report.tables import aligned
 from autohete_fx.report.why import decision_words
 
@@ -43,7 +43,7 @@ def read_side(path: str | Path) -> Compared:
         ReportError: there is neither, or the report is damaged.
     """
     found = expanded(path)
-    if found.is_file():
+    if found.is_file() and found.name not in (DATA, METRICS):
         return Compared(name=str(path), plan=Plan.load(found))
     if (found / DATA).is_file():
         data = Report.load(found).data

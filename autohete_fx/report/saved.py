@@ -107,8 +107,8 @@ class Report:
         found = expanded(directory)
         if not (found / DATA).is_file():
             raise ReportError(
-                f"{str(directory)!r} was given, which has no {DATA}. Expected was a directory that the option 'report_dir' or"
-                " Report.save wrote. Give that directory, or train with report_dir first"
+                f"{str(directory)!r} was given, which is no directory with {DATA}. Expected was one that the option 'report_dir'"
+                " or Report.save wrote. Give that directory, or train with report_dir first"
             )
         data = ReportData.load(found / DATA)
         if (found / METRICS).is_file():
@@ -147,13 +147,24 @@ def _steps(path: Path) -> list[StepRecord]:
             place = f"line {number} of {str(path)!r}"
             if line.strip() and line.endswith("\n"):
                 each = json.loads(line)
-                found.append(StepRecord(number=each["step"], step_s=each["step_s"], peak_bytes=each["peak_bytes"]))
+                found.append(_step(each["step"], each["step_s"], each["peak_bytes"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ReportError(
             f"{place} cannot be read: {error}. Expected was a line of JSON for each step, as a run writes them. Remove the"
             " lines that are damaged"
         ) from error
     return found
+
+
+def _step(number: object, step_s: object, peak_bytes: object) -> StepRecord:
+    """Raises TypeError where these are not a number of a step, seconds, and bytes or None."""
+    if not (
+        isinstance(number, int)
+        and isinstance(step_s, int | float)
+        and (peak_bytes is None or isinstance(peak_bytes, int))
+    ):
+        raise TypeError(f"a step has the values {(number, step_s, peak_bytes)}, which are no numbers")
+    return StepRecord(number=number, step_s=step_s, peak_bytes=peak_bytes)
 
 
 def _merged(known: Iterable[StepRecord], later: Iterable[StepRecord]) -> tuple[StepRecord, ...]:

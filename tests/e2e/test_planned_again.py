@@ -398,3 +398,22 @@ def test_plans_that_exchange_what_is_on_the_host_do_so_within_host_budget():
     for layer, is_there in ((0, True), (1, True), (2, False), (3, False)):
         up = ours.model.layers[layer].up.weight
         assert is_home(ours.optimizer.state[up]["exp_avg"]) is is_there
+
+
+def test_states_of_an_optimizer_that_has_more_than_two_are_counted_once_they_are_there(
+    caplog: pytest.LogCaptureFixture,
+):
+    budget = 17 * 2**20
+
+    def story(steps: Steps) -> None:
+        steps.optimizer = torch.optim.AdamW(steps.model.parameters(), lr=1e-3, amsgrad=True, fused=True)
+        steps.compile(memory_budget=budget)
+        steps.train(0, 1, 2, 3)
+        steps.seen += [job.copied(t) for state in steps.optimizer.state.values() for t in state.values()]
+
+    before = autohete_fx.compilations()
+    ours = equal_to_plain(story)
+    print([peak / 2**20 for peak in ours.peaks])
+    assert sum(c not in before for c in autohete_fx.compilations()) == 2
+    assert max(ours.peaks) <= budget
+    assert sum("of states after 1 steps, where" in record.getMessage() for record in caplog.records) == 1

@@ -72,11 +72,15 @@ def test_a_notebook_gets_a_frame_that_is_apart_from_its_own_style():
 @pytest.mark.parametrize(
     ("break_it", "reason"),
     [
-        (lambda run: (run / DATA).unlink(), "which has no report.json. Expected was"),
+        (lambda run: (run / DATA).unlink(), "which is no directory with report.json. Expected was"),
         (lambda run: (run / DATA).write_text("{"), "not a report file"),
         (
             lambda run: (run / METRICS).write_text('{"step": 1}\n'),
             "metrics.jsonl' cannot be read: 'step_s'. Expected was",
+        ),
+        (
+            lambda run: (run / METRICS).write_text('{"step": 9, "step_s": "x", "peak_bytes": null}\n'),
+            "line 1 of .* a step has the values .* no numbers. Expected was",
         ),
         (lambda run: (run / METRICS).write_text("\nhalf a li\n"), "line 2 of .*Remove the lines that are damaged"),
     ],
@@ -173,7 +177,7 @@ def test_the_directory_of_a_plan_alone_will_do(tmp_path: Path):
     assert read_side(tmp_path).plan == DONE.plan and read_side(tmp_path).data is None
 
 
-@pytest.mark.parametrize("given", ["nowhere", ".", "notes.txt"])
+@pytest.mark.parametrize("given", ["nowhere", ".", "notes.txt", DATA])
 def test_what_is_neither_a_plan_nor_a_run_is_told(tmp_path: Path, given: str, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "notes.txt").write_text("notes")
     with pytest.raises(AutoHeteError):

@@ -60,6 +60,23 @@ def test_a_loss_that_is_compiled_apart_runs_beside_its_model_and_not_beside_itse
     assert not LOSS.may_run_beside(LOSS) and not MODEL.may_run_beside(MODEL)
 
 
+def test_functions_of_two_modules_whose_parameters_have_the_same_names_run_beside_each_other():
+    """And those that read one parameter may be the same, until they meet."""
+    one, two, tied = (
+        Origin(f"{name}.py:forward", "forward", frozenset({"weight"}), tensors=frozenset(read))
+        for name, read in (("one", {1, 2}), ("two", {3}), ("tied", {2, 4}))
+    )
+    assert one.may_run_beside(two) and two.may_run_beside(one) and not one.may_run_beside(tied)
+    again = Origin(one.function, one.part, one.parameters, tensors=frozenset({5}))  # a layer that shares its code
+    assert again == one and not again.may_run_beside(one)
+    shares = Shares()
+    for graph in (one, two):
+        shares.store(graph, LEFT, None)
+    assert set(shares.footprints) == {one, two} and shares.taken_by_others(one, 1) == LEFT.total_bytes
+    shares.store(tied, LEFT, None)
+    assert set(shares.footprints) == {two, tied}, "it replaces the one that it may be a version of"
+
+
 def test_graphs_of_one_place_run_in_the_order_in_which_they_came():
     """As where a decorator, or a function that calls what it is given, is compiled for each of them."""
     first, second, loss = (Origin("apart.py:apart", "apart", frozenset(names)) for names in (("a",), ("b",), ()))

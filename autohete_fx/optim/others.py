@@ -1,0 +1,77 @@
+"""States of optimizers that are none of ours, as large as they turned out to be.
+
+In: parameters that plans count, and the steps of all optimizers. Out: ``counted_state_bytes``. Plans count two states for each
+parameter before its optimizer has stepped; AMSGrad has three, and L-BFGS many. Where there are more, plans are made again, as for a
+new optimizer.
+"""
+
+import logging
+import weakref
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from autohete_fx.ir.sizes import format_bytes
+from autohete_fx.optim.owners import note_change, optimizer_of
+from autohete_fx.runtime.held import held
+from autohete_fx.runtime.pending.fence import tensors_in
+
+log = logging.getLogger(__name__)
+
+_SMALL_BYTES = 64
+"""Numbers of steps and the like, which are not counted."""
+
+_seen: MutableMapping[Tensor, int] = WeakIdKeyDictionary()  # parameter of a plan -> bytes; 0 before a step
+_num_steps: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
+_is_watching = False
+
+
+def watch(params: Iterable[Tensor]) -> None:
+    """See to the steps of optimizers of these parameters, which a plan counts."""
+    global _is_watching
+    for param in params:
+        _seen.setdefault(param, 0)
+    if not _is_watching:
+        _is_watching = True
+        register_optimizer_step_post_hook(_after_step)
+
+
+def counted_state_bytes(param: Tensor) -> int:
+    """Bytes of a parameter's states, as far as known: two of its own size and dtype before a step has shown more."""
+    return max(2 * param.numel() * param.element_size(), _seen.get(param, 0))
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    count = _num_steps[optimizer] = _num_steps.get(optimizer, 0) + 1
+    if count & (count - 1):  # some grow over steps: the first, second, fourth and so on show it
+        return
+    counted_bytes, found_bytes, is_news = 0, 0, False
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        # Ranks that hold a parameter together would not all see as much of it.
+        if param not in _seen or optimizer_of(param) is not None or held(param) is not param:
+            continue
+        counted, found = counted_state_bytes(param), _device_bytes(optimizer.state.get(param), param.device)
+        counted_bytes, found_bytes = counted_bytes + counted, found_bytes + found
+        if found > counted + _SMALL_BYTES:
+            _seen[param], is_news = found, True
+    if is_news:
+        log.warning(
+            "%s holds %s of states after %d steps, where %s were counted: the model is planned again for that."
+            " An optimizer of autohete_fx tells plans its states before the first step",
+            type(optimizer).__qualname__,
+            format_bytes(found_bytes),
+            count,
+            format_bytes(counted_bytes),
+        )
+        note_change()
+
+
+def _device_bytes(state: object, device: torch.device) -> int:
+    storages = [t.untyped_storage() for t in tensors_in((state,)) if t.device == device]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
