@@ -34,6 +34,9 @@ _SIZES_BY_VALUE = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_outp
 class Probe:
     """Measurements of one compilation. An operator with the same sizes, strides and arguments is measured once.
 
+    Attributes:
+        was_held_back: whether the limit has forbidden any.
+
     Args:
         device_type: whose operators are measured.
         peak_of: counts allocations.
@@ -45,6 +48,7 @@ class Probe:
         self._peak_of = peak_of
         self._max_bytes = max_bytes
         self._known: dict[object, int | None] = {}
+        self.was_held_back = False
 
     def scratch_bytes(self, target: object, args: Any, kwargs: Any, expected_bytes: int | None) -> int | None:
         """Bytes that the operator takes beside its results.
@@ -66,6 +70,7 @@ class Probe:
             inputs = sum(extent_bytes(t, self._device_type) for t in tensors)
             needed = 2 * inputs if expected_bytes is None else inputs + max(map(num_bytes, tensors)) + expected_bytes
             fits = self._max_bytes is None or needed <= self._max_bytes
+            self.was_held_back |= not fits
             self._known[key] = self._measured(target, args, kwargs) if fits else None
         return self._known[key]
 
