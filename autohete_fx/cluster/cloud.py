@@ -3,8 +3,9 @@
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from autohete_fx.cluster.about import about_of
 from autohete_fx.cluster.store import COMMITTED, Parts, Place, Save, Store
 
 _Answer = TypeVar("_Answer")
@@ -28,6 +29,10 @@ class Cloud:
         """Parts of a save."""
         url = self._url
         return self._asked(lambda: Place(url).parts(save), {}) if url is not None and save in self._saves else {}
+
+    def about(self, parts: Parts) -> dict[str, Any]:
+        """The facts that parts there say of the job that wrote them."""
+        return self._asked(lambda: about_of(parts), {}) if parts else {}
 
     def is_committed(self, save: Save) -> bool:
         """Whether all parts of a save were there."""

@@ -3,14 +3,12 @@
 Each part of a save tells the names of all parameters of the model, because no rank may have all parts at hand.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
+from autohete_fx.cluster.about import ALL_NAMES, about_of
 from autohete_fx.cluster.pieces import Piece, covered, finest
-from autohete_fx.cluster.store import Entry, Parts, Place, Store, joined, read_parts, read_pieces
+from autohete_fx.cluster.store import Entry, Parts, Place, Store, joined, read_pieces
 from autohete_fx.errors import ClusterError
 
 
@@ -57,21 +55,9 @@ def export(store: Store | str | Sequence[str], path: str | Path) -> int:
     )
 
 
-ALL_NAMES = "all-names"
-"""A part's entry with the names of all parameters of the model, in UTF-8, a line each."""
-
-
-def names_entry(names: Collection[str]) -> dict[str, Tensor]:
-    """The entry of a part that tells which parameters the model has."""
-    text = "\n".join(sorted(names)).encode()
-    return {f"{ALL_NAMES}/weight": torch.frombuffer(bytearray(text), dtype=torch.uint8)}
-
-
 def _names_of_model(parts: Parts) -> set[str]:
-    if ALL_NAMES not in parts:
-        return set()
-    text = read_parts(parts, [ALL_NAMES])[ALL_NAMES][f"{ALL_NAMES}/weight"]
-    return {ALL_NAMES, *bytes(text.tolist()).decode().split("\n")}
+    names = about_of(parts).get("names")
+    return {ALL_NAMES, *names} if names else set()
 
 
 def _paths(store: Store | str | Sequence[str]) -> Iterator[str] | list[str]:

@@ -171,9 +171,16 @@ class Job:
                 owned=[piece for piece, ranks in self._owners.items() if ranks[0] == self._rank],
                 held=self.held,
                 all_names=list(layer_map.readers),
+                facts=self.facts,
                 cleans=[member.node for member in members].index(mine) == self._rank,
                 began=began,
             )
+
+    @property
+    def facts(self) -> dict[str, object]:
+        """By name, the facts that saves say of the job."""
+        kind = type(self.optimizer).__name__ if self.optimizer is not None else ""
+        return {"optimizer": kind, "seed": self._recipe.seed, "global_batch": self._recipe.global_batch}
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -297,6 +304,10 @@ class Job:
         if saved.local < self.step or (self._store and self._store.cloud and saved.cloud < self.step):
             self.save()
             saved = self.saver.drain()
+        if max(saved.local, saved.cloud) < self.step:
+            self._log.say(
+                f"step {self.step} is saved nowhere: {self.saver.error or 'another rank could not write it, as its log says'}"
+            )
         self._log.write("finish", step=self.step, local=saved.local, cloud=saved.cloud)
         return saved
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from autohete_fx.cluster.about import check_optimizer, differences
 from autohete_fx.cluster.automatic import automatic_plan
 from autohete_fx.cluster.batches import Batch, batch_of
 from autohete_fx.cluster.building import BuildModel
@@ -182,6 +183,7 @@ def _begun(
     )
     if restored is not None:
         job.step = restored.step
+        check_optimizer(restored.about, job.optimizer)
         restore_states(job.params, job.optimizer, restored.tensors, job.held)
     return job
 
@@ -210,6 +212,8 @@ def _report(
         read = ", ".join(f"{source} {count / 2**20:.1f} MiB" for source, count in num_bytes.items())
         took = ", ".join(f"{part} {part_s:.2f} s" for part, part_s in parts_s.items())
         job_log.say(f"restored step {job.step}: {read}; {took}")
+        if words := differences(restored.about, job.facts):
+            job_log.say(words)
     job_log.write(
         "join",
         step=job.step,

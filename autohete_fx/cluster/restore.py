@@ -7,6 +7,7 @@ parameters at different places, all of that is said of the pieces between all cu
 A part on a disk that cannot be read counts as absent, on all ranks of its node. All ranks then choose again among what is left.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,9 +18,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from autohete_fx.cluster.about import ALL_NAMES, about_of
 from autohete_fx.cluster.cloud import Cloud
-from autohete_fx.cluster.damage import words_of
-from autohete_fx.cluster.exported import ALL_NAMES
+from autohete_fx.cluster.damage import PartError, words_of
 from autohete_fx.cluster.own_disk import OwnDisk
 from autohete_fx.cluster.pieces import Piece, covered, finest
 from autohete_fx.cluster.sources import Fetch, Wanted, quickest
@@ -45,6 +46,7 @@ class Restored:
         seconds: by part: ``look``, ``local``, ``cloud``, and ``peer``, which begins when the last rank has read.
         missing_bytes: of the save, those that no disk has, all ranks together.
         trouble: a sentence on the cloud, where it could not be read; "".
+        about: what parts say of the job that wrote them.
     """
 
     save: Save
@@ -53,6 +55,7 @@ class Restored:
     seconds: dict[str, float] = field(default_factory=lambda: {"local": 0.0, "peer": 0.0, "cloud": 0.0})
     missing_bytes: int = 0
     trouble: str = ""
+    about: dict[str, Any] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -85,10 +88,10 @@ def restore(
     start, disk = time.perf_counter(), OwnDisk(store.disk)
     while True:
         offers = _offers(disk, needs, node, group)
-        chosen, clouds, trouble = _chosen(store, offers, set(all_names), group)
+        chosen, clouds, trouble, about = _chosen(store, offers, set(all_names), group)
         if chosen is None:
             return None
-        found = Restored(save=chosen, trouble=trouble)
+        found = Restored(save=chosen, trouble=trouble, about=about)
         wanted, made_of = _wanted(offers, chosen, clouds)
         near = set().union(*wanted.disks.values())
         found.missing_bytes = sum(
@@ -101,6 +104,7 @@ def restore(
         if fetch is not None:
             break
     _exchange(found, fetch, group)
+    found.about = _about(found, disk, group)
     found.tensors = {piece.name: joined(piece.name, made_of[piece], found.tensors) for piece in needs}
     return found
 
@@ -233,6 +237,16 @@ def _read_cloud(
     return False
 
 
+def _about(found: Restored, disk: OwnDisk, group: dist.ProcessGroup | None) -> dict[str, Any]:
+    """What a disk says of the save, or the cloud has said."""
+    told: list[Any] = [None] * dist.get_world_size(group)
+    mine: dict[str, Any] = {}
+    with contextlib.suppress(PartError):
+        mine = about_of(disk.saves.get(found.save, {}))
+    dist.all_gather_object(told, mine, group=group)
+    return next((said for said in told if said.get("optimizer")), found.about)
+
+
 def _sizes(parts: Parts) -> dict[str, int]:
     """Bytes of saved pieces."""
     return {key: sum(entry.num_bytes for entry in entries) for key, (_, entries) in parts.items()}
@@ -254,9 +268,9 @@ def _keys(pieces: Iterable[Piece], made_of: MadeOf) -> list[str]:
 
 def _chosen(
     store: Store, offers: _Offers, wanted: set[str], group: dist.ProcessGroup | None
-) -> tuple[Save | None, Parts, str]:
-    """The newest complete save, its pieces in the cloud, and a sentence where the cloud could not be read. The first rank looks
-    there, for all."""
+) -> tuple[Save | None, Parts, str, dict[str, Any]]:
+    """The newest complete save, its pieces in the cloud, a sentence where the cloud could not be read, and what the cloud says of
+    the job. The first rank looks there, for all."""
     answer: list[Any] = [None]
     if not dist.get_rank(group):
         answer[0] = _look(store, offers, wanted)
@@ -266,7 +280,7 @@ def _chosen(
     return answer[0]
 
 
-def _look(store: Store, offers: _Offers, wanted: set[str]) -> tuple[Save | None, Parts, str] | str:
+def _look(store: Store, offers: _Offers, wanted: set[str]) -> tuple[Save | None, Parts, str, dict[str, Any]] | str:
     cloud, disks = Cloud(store), offers.disks
     needing = [(node, {piece.name for piece in row}) for node, row in zip(offers.nodes, offers.needs, strict=True)]
     saves = sorted({*disks, *cloud.saves()}, reverse=True)
@@ -282,7 +296,8 @@ def _look(store: Store, offers: _Offers, wanted: set[str]) -> tuple[Save | None,
             if more := sorted(has - wanted - {ALL_NAMES}):
                 return _of_another_model(f"step {save.step} has {more[0]!r}, which this model has not")
             known = {key: row for key, row in parts.items() if Piece.of_key(key).name in wanted}
-            return save, known, cloud.trouble
+            is_said = any(ALL_NAMES in sizes for sizes in disks.get(save, {}).values())  # nearer
+            return save, known, cloud.trouble, {} if is_said else cloud.about(parts)
     for save in saves:
         if cloud.is_committed(save):
             has = {Piece.of_key(key).name for key in cloud.parts(save)}
@@ -302,7 +317,7 @@ def _look(store: Store, offers: _Offers, wanted: set[str]) -> tuple[Save | None,
                 saves[0].step,
                 store.cloud,
             )
-        return None, {}, ""
+        return None, {}, "", {}
     seen = ", ".join(f"step {save.step}" for save in saves[:5]) or "none"
     troubles = " ".join([cloud.trouble, *offers.troubles[:_MOST_TROUBLES]]).strip()
     return (

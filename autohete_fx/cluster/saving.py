@@ -19,6 +19,7 @@ import itertools
 import logging
 import threading
 import time
+import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autohete_fx.cluster.about import about_entry
 from autohete_fx.cluster.damage import words_of
-from autohete_fx.cluster.exported import names_entry
 from autohete_fx.cluster.pieces import Held, Piece
 from autohete_fx.cluster.states import States
 from autohete_fx.cluster.store import COMMITTED, IN_CLOUD, Place, Save, Store, taken
@@ -157,6 +158,7 @@ class Saver:
         owned: pieces whose first owner this rank is; it saves them in the cloud.
         held: pieces that this rank has.
         all_names: parameters of the model.
+        facts: others of the job, which parts say (`about`).
         cleans: this rank is the first of its node, and removes old saves from the disk.
         began: the save that this start of the job goes on from; None: from none.
     """
@@ -170,12 +172,13 @@ class Saver:
         owned: Collection[Piece],
         held: Held,
         all_names: Collection[str],
+        facts: Mapping[str, object] = types.MappingProxyType({}),
         cleans: bool,
         began: Save | None = None,
     ) -> None:
         self._store, self._generation, self._group = store, generation, group
         self._owned, self._held = tuple(owned), held
-        self._names, self._cleans = names_entry(all_names), cleans
+        self._about, self._cleans = about_entry(all_names, facts), cleans
         self._rank = dist.get_rank(group)
         self._disk = _Writer(store.disk, self._rank, daemon=False)
         self._cloud = None if store.cloud is None else _Writer(store.cloud, self._rank, daemon=True)
@@ -201,7 +204,7 @@ class Saver:
         """
         self.settle()
         save = self.last = Save(step=step, generation=self._generation)
-        self._disk.begin(save, lambda: {**self._names, **_tensors(states.values())})
+        self._disk.begin(save, lambda: {**self._about, **_tensors(states.values())})
         begins = cloud and self._cloud_is_free
         if begins and self._cloud is not None:
             self._cloud.begin(save, lambda: self._own(states))
@@ -256,7 +259,7 @@ class Saver:
             cloud.remove_loose(self._committed[True])
 
     def _own(self, states: States) -> dict[str, Tensor]:
-        own = dict(self._names)
+        own = dict(self._about)
         for piece in self._owned:
             held = self._held[piece.name]
             own |= states[held] if piece == held else taken(states[held], held, piece)

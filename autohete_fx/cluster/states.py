@@ -3,6 +3,8 @@
 Enter a stage's parameters, its optimizer and the pieces that they are; leave copies in host memory by the keys of `store`.
 """
 
+import functools
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from autohete_fx.cluster.pieces import Held, Piece
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.tensors import local_of
+
+log = logging.getLogger(__name__)
 
 States = Mapping[Piece, Mapping[str, Tensor]]
 """By piece of a parameter, its tensors by the keys of a part."""
@@ -67,6 +71,8 @@ def restore_states(
                 f"the store has {name!r} with shape {tuple(weight.shape)}, and the model has {tuple(own.shape)}. Expected was a"
                 " save of this model. Give the job another store"
             )
+        if weight.dtype != own.dtype:
+            _tell_of_dtype(weight.dtype, own.dtype)
         own.copy_(weight)
     if optimizer is None:
         return
@@ -83,6 +89,11 @@ def restore_states(
             }
     if state:
         optimizer.load_state_dict({**whole, "state": state})
+
+
+@functools.cache
+def _tell_of_dtype(saved: torch.dtype, now: torch.dtype) -> None:
+    log.warning("the store has weights in %s, and the model has them in %s: they are converted", saved, now)
 
 
 def _numbers(

@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 
+import autohete_fx
 from autohete_fx.cluster import checksums
 from autohete_fx.cluster import store as stores
+from autohete_fx.cluster.about import ALL_NAMES, about_entry, about_of, check_optimizer, differences
 from autohete_fx.cluster.own_disk import OwnDisk
 from autohete_fx.cluster.pieces import Piece
 from autohete_fx.cluster.restore import Restored, restore
@@ -285,6 +287,31 @@ def test_every_kind_of_tensor_has_a_checksum_and_a_part_without_them_is_read(tmp
         path.unlink() if raw is None else path.write_bytes(raw)
         found = read_parts(place.parts(save), ["w"])["w"]
         assert all(torch.equal(found[key], tensor) for key, tensor in tensors.items())
+
+
+@pytest.mark.parametrize("place", ["disk", "cloud"])
+def test_a_save_says_which_optimizer_wrote_it_and_another_one_is_refused(tmp_path: Path, place: str):
+    facts = {"optimizer": "AdamW", "seed": 0, "global_batch": 8}
+    save, tensors = Save(step=1, generation="g"), {"w/weight": torch.ones(2)}
+    Place(f"{tmp_path}/{place}").write(save, 0, {**about_entry(["w"], facts), **tensors})
+    store = Store(local=f"{tmp_path}/disk", cloud=f"{tmp_path}/cloud", every=1, cloud_every=1)
+    with group_of_one(tmp_path):
+        found = restore(store, [W], ["w"], "n", None)
+    assert found is not None and found.about == {"names": ["w"], **facts}
+    weight = [torch.nn.Parameter(torch.ones(2))]
+    for same in (torch.optim.AdamW(weight), autohete_fx.AdamW(weight), None):
+        check_optimizer(found.about, same)
+    with pytest.raises(ClusterError, match=r"saved with the optimizer AdamW, and the job has SGD\. Expected was"):
+        check_optimizer(found.about, torch.optim.SGD(weight))
+    assert differences(found.about, facts) == ""
+    assert "saved with global_batch=8 (now 4):" in differences(found.about, {**facts, "global_batch": 4})
+
+
+def test_a_save_of_an_earlier_version_says_the_names_alone(tmp_path: Path):
+    place, save = Place(f"{tmp_path}"), Save(step=1, generation="g")
+    place.write(save, 0, {f"{ALL_NAMES}/weight": torch.frombuffer(bytearray(b"v\nw"), dtype=torch.uint8)})
+    assert about_of(place.parts(save)) == {"names": ["v", "w"]} and about_of({}) == {}
+    check_optimizer(about_of(place.parts(save)), torch.optim.SGD([torch.nn.Parameter(torch.ones(2))]))
 
 
 @pytest.mark.parametrize("what", ["of a larger model", "of a smaller model", "damaged", "gone"])

@@ -1,5 +1,6 @@
 """States of a stage's optimizer by the names of its parameters, whichever groups the optimizer has them in."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +25,14 @@ def step(params: Params, optimizer: torch.optim.Optimizer, number: int) -> None:
     for name, param in params.items():
         param.grad = torch.full_like(param, number + ord(name[0]) / 100)
     optimizer.step()
+
+
+def test_weights_of_another_dtype_are_converted_with_a_warning(caplog: pytest.LogCaptureFixture):
+    params = made(["a.weight"])
+    saved = {"a.weight": {"a.weight/weight": torch.full((4, 4), 0.1, dtype=torch.float64)}}
+    restore_states(params, None, saved, {"a.weight": Piece("a.weight")})
+    assert torch.equal(params["a.weight"].detach(), torch.full((4, 4), 0.1))
+    assert "the store has weights in torch.float64, and the model has them in torch.float32" in caplog.text
 
 
 def test_states_go_by_name_through_an_optimizer_of_several_groups_into_stages_that_are_cut_otherwise():
