@@ -50,7 +50,7 @@ class Assumptions:
             {name: p for name, p in planned.items() if isinstance(p, torch.nn.Parameter)}
         )
         self._origin = origin_of(inputs)
-        self.outside_bytes = parameters.model.outside_bytes.get(self._origin, 0)
+        self.outside_bytes = self._outside_bytes()
         self._version = parameters.model.version_of(self._origin)
         self._num_changes = num_changes()
         self._num_arrivals = 0
@@ -84,8 +84,12 @@ class Assumptions:
             )
 
     def lacks_outside_bytes(self) -> bool:
-        """Whether code outside of the graph takes more between its forward and its backward than the plan has room for."""
-        return self.model.outside_bytes.get(self._origin, 0) > self.outside_bytes
+        """Whether code outside of the graph takes more than the plan has room for."""
+        return any(now > planned for now, planned in zip(self._outside_bytes(), self.outside_bytes, strict=True))
+
+    def _outside_bytes(self) -> tuple[int, int]:
+        """Between forward and backward, and of outputs that live on."""
+        return self.model.outside_bytes.get(self._origin, 0), self.model.kept_bytes.get(self._origin, 0)
 
     def missing_bytes(self, params: Mapping[str, torch.nn.Parameter]) -> int:
         """How many bytes of optimizer states there will be on the device beyond those that the plan counts."""

@@ -73,6 +73,7 @@ class CapturedGraph:
         unread: parameters and buffers that no graph reads which is known yet.
         unread_so_far_bytes: of these, on the device, with gradients and states of those that eager code trains.
         outside_bytes: what code outside of the graph takes between its forward and its backward, where that was seen not to fit.
+        kept_bytes: likewise, outputs of the graph that live on after its backward.
         listening_bytes: device bytes that those take who wait for gradients.
         trained_bytes: of optimizer states and gradients on the device, where the model is being trained or has them.
         frozen_bytes: of those that parameters without gradients have from when they were trained.
@@ -128,6 +129,7 @@ class CapturedGraph:
         if model.shares.repeats:  # layers that the graph runs for, too, count with it
             self.unread = tuple(tensor for tensor in self.unread if placement_of(tensor) is None)
         self.unread_so_far_bytes = unread_bytes(self.unread, self.device.type) + model.shares.eager_bytes
+        self.kept_bytes = model.kept_bytes.get(self.origin, 0) if torch.is_grad_enabled() else 0
         self.listening_bytes = _listening_bytes(self.params.values())
         self.outside_bytes = model.outside_bytes.get(self.origin, 0) if torch.is_grad_enabled() else 0
         self._may_be_followed = self._may_follow()
@@ -203,7 +205,7 @@ class CapturedGraph:
             tuple(self._placement_text(name) for name in sorted(self.params)),
             self.others_bytes,
             self.unread_so_far_bytes,
-            self.outside_bytes,
+            (self.outside_bytes, self.kept_bytes),
             self.frozen_bytes if torch.is_grad_enabled() else self.trained_bytes,
             (
                 self.crowding_bytes,
@@ -290,7 +292,7 @@ class CapturedGraph:
             + self.unread_bytes
             + tuning_bytes(self.device, self.options)
             + (self.bucket_bytes or 0)
-            + ((averaging_bytes(self.params.values()) + self.listening_bytes) if training else 0),
+            + ((averaging_bytes(self.params.values()) + self.listening_bytes + self.kept_bytes) if training else 0),
         )
         outside_bytes = self.outside_bytes if training else 0
         problem = make_problem(
@@ -308,8 +310,8 @@ class CapturedGraph:
                 if self.decided is None and (param in self.model.placed or not training)
             ],
         )
-        if outside_bytes:
-            problem = saying_outside(problem, outside_bytes)
+        if training:
+            problem = saying_outside(problem, outside_bytes, self.kept_bytes)
         if self.sharded:
             problem = leaving_parameters(problem)
         return problem if self.bucket_bytes is None else reducing_after_backward(problem)

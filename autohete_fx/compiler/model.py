@@ -64,7 +64,8 @@ class Model:
         is_shared: whether other ranks run its graphs, too.
         is_outdated: whether these and this one have agreed that it is to be planned again.
         outside_bytes: by graph, what code outside takes between its forward and its backward, where a plan had no room for it.
-        between: measures that.
+        kept_bytes: by graph, what outputs take that live on after its backward, where a plan had no room for them.
+        between: measures what is outside.
         codes: of the functions that its graphs were compiled of.
         has_warned: whether the user was told of several modules that share code.
         num_limited: by graph, and whether gradients are on, how often it was compiled for sizes that may change within those that
@@ -81,6 +82,7 @@ class Model:
     is_shared: bool = False
     is_outdated: bool = False
     outside_bytes: dict[Origin, int] = field(default_factory=dict)
+    kept_bytes: dict[Origin, int] = field(default_factory=dict)
     between: Between = field(default_factory=Between)
     codes: dict[Origin, CodeType] = field(default_factory=dict)
     has_warned: bool = False

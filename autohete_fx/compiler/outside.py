@@ -92,10 +92,16 @@ def with_outside(costs: Sequence[BlockCost], outside_bytes: int) -> tuple[BlockC
     return (*others, dataclasses.replace(last, forward_workspace_bytes=workspace))
 
 
-def saying_outside(problem: Problem, outside_bytes: int) -> Problem:
-    """The problem whose refusal says what code outside takes."""
-    why = (
-        f"Code outside of the compiled model takes {format_bytes(outside_bytes)} of that between its forward and its backward:"
-        " compile the loss with the model"
-    )
-    return dataclasses.replace(problem, obstacles=(*problem.obstacles, ("outside", why)))
+def saying_outside(problem: Problem, outside_bytes: int, kept_bytes: int) -> Problem:
+    """The problem whose refusal says what code outside takes, and outputs that it keeps."""
+    found = []
+    if outside_bytes:
+        found.append(
+            f"Code outside of the compiled model takes {format_bytes(outside_bytes)} of that between its forward and its backward:"
+            " compile the loss with the model"
+        )
+    if kept_bytes:
+        found.append(
+            f"Outputs of the model that live on after its backward take {format_bytes(kept_bytes)} of that: delete them before"
+        )
+    return dataclasses.replace(problem, obstacles=(*problem.obstacles, *(("outside", why) for why in found)))

@@ -21,6 +21,7 @@ from autohete_fx.compiler.assumptions import Assumptions, note_evaluation
 from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.compiler.fitting import Budget
 from autohete_fx.compiler.fixed_bytes import unread_bytes
+from autohete_fx.compiler.kept import KeptOutputs
 from autohete_fx.compiler.model import Model, Origin, origin_of
 from autohete_fx.compiler.outside import Outside
 from autohete_fx.compiler.parameters import GraphParameters
@@ -98,8 +99,10 @@ def running(
     explain = functools.partial(_shortage, model.session.device, compilation)
     guarded = _cleaning_up(weakref.ref(model.session), explain, same_call)
     refuse = functools.partial(_refuse_call, weakref.ref(model), compilation, options.micro_batches)
-    outside = Outside(weakref.ref(model), origin, compilation, is_watched=assumed is not None and same_call is None)
-    backward = _adding(weakref.ref(model), guarded, refuse, outside, compilation)
+    is_watched = assumed is not None and same_call is None
+    outside = Outside(weakref.ref(model), origin, compilation, is_watched=is_watched)
+    kept = KeptOutputs(weakref.ref(model), origin, compilation, is_watched=is_watched)
+    backward = _adding(weakref.ref(model), guarded, refuse, outside, kept, compilation)
 
     @functools.wraps(compiled, updated=())
     def run(*args: object) -> object:
@@ -124,6 +127,7 @@ def running(
             if updates.schedule.overlap is Overlap.BACKWARD:
                 calls.guard_backward(updates)
         outside.begin_forward()
+        kept.begin_forward(tensors_in(args))
         begin_s = time.perf_counter()
         with contextlib.nullcontext() if same_call is None else same_call.checked(args, model.told(), model.hear):
             outputs = guarded(compiled, *args)
@@ -133,9 +137,10 @@ def running(
             versions.around_backward(outputs, backward)
         for t in tensors_in((outputs,)):
             if t.grad_fn is not None:
-                kept: Any = t.grad_fn.metadata  # a dictionary, which PyTorch's stub calls a method
-                kept.update({_MODEL: model, _RUN: made})
+                metadata: Any = t.grad_fn.metadata  # a dictionary, which PyTorch's stub calls a method
+                metadata.update({_MODEL: model, _RUN: made})
         outside.end_forward(tensors_in((outputs,)))
+        kept.end_forward(tensors_in((outputs,)))
         return outputs
 
     if getattr(compiled, "_boxed_call", False):
@@ -228,6 +233,7 @@ def _adding(
     guarded: Callable[..., object],
     refuse: Callable[[torch.autograd.graph.Node], None],
     outside: Outside,
+    kept: KeptOutputs,
     compilation: Compilation,
 ) -> Callable[..., object]:
     """What calls a compiled backward, and times it: autograd does not get the gradients that updates under way add to ``.grad``."""
@@ -236,6 +242,7 @@ def _adding(
 
     def call(compiled: Callable[..., object], node: Any, *args: Any) -> object:
         outside.begin_backward(node, *args)
+        kept.begin_backward()
         refuse(node)
         begin_s = time.perf_counter()
         if (is_kept := versions.is_graph_kept()) and compilation.device_budget_bytes is not None:

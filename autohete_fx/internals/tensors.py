@@ -3,18 +3,20 @@
 Also the local tensor of a DTensor, which tensors wrap others, and which sizes a program has marked as dynamic.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch._C import _construct_storage_from_data_pointer as storage_at
 from torch._C import _current_autograd_node as current_autograd_node
 from torch._C import _current_graph_task_id as current_graph_task_id
+from torch.autograd import Variable
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group_by_device_and_dtype
 from torch.utils._foreach_utils import _has_foreach_support as has_foreach_support
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_made_of_tensors
 
 __all__ = [
+    "after_backward",
     "current_autograd_node",
     "current_graph_task_id",
     "group_by_device_and_dtype",
@@ -23,6 +25,11 @@ __all__ = [
     "local_of",
     "storage_at",
 ]
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call back when the backward that runs in this thread has ended, and saves nothing any more."""
+    Variable._execution_engine.queue_callback(call)
 
 
 def dims_marked_dynamic(tensor: torch.Tensor | None) -> Collection[int]:

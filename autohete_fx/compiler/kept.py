@@ -1,0 +1,122 @@
+"""Outputs of a compiled model that live on after its backward, as where a loop has a name for logits.
+
+In: the passes of a training graph within a budget. Out: bytes by which a step with such outputs is above its plan, where that is
+above the budget. Plans count an output until its last use in the graph. The next call is planned for what was measured: the next
+forward runs beside the old outputs, and a backward beside the new ones.
+
+Cost: two readings of the device's memory, in the few passes that are watched. Like a `MemoryMeter`, each starts the peak over.
+"""
+
+import logging
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from autohete_fx.compiler.compilation import Compilation
+from autohete_fx.compiler.model import Model
+from autohete_fx.compiler.shares import Origin
+from autohete_fx.internals.tensors import after_backward, current_graph_task_id
+from autohete_fx.ir.sizes import format_bytes
+from autohete_fx.runtime import cpu_counter
+from autohete_fx.runtime.meter import MemoryMeter
+
+log = logging.getLogger(__name__)
+
+_FEW = 1 / 1024
+"""Of a budget: outputs that take less, such as losses, are not counted."""
+_UNSURE = 1 / 64
+"""Of a budget: steps begin with a little less than plans count, such as small gradients."""
+_WATCHED = range(1, 3)
+"""The passes of a graph that are watched. In the first one, other code compiles."""
+
+
+class KeptOutputs:
+    """Watches a graph's passes.
+
+    Args:
+        reference: to the model.
+        graph: that runs.
+        compilation: its own.
+        is_watched: whether it is trained within a budget, by this process alone. Ranks would not plan again together.
+    """
+
+    def __init__(
+        self, reference: "weakref.ref[Model]", graph: Origin, compilation: Compilation, *, is_watched: bool
+    ) -> None:
+        self._reference, self._graph, self._compilation = reference, graph, compilation
+        self._num_passes, self._most_passes = 0, _WATCHED.stop if is_watched else 0
+        self._outputs: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
+        self._given, self._old_bytes = set[int](), 0
+        self._meter: MemoryMeter | None = None
+        model = reference()
+        self._counted_bytes = 0 if model is None else model.kept_bytes.get(graph, 0)
+        self._outside_bytes = 0 if model is None else model.outside_bytes.get(graph, 0)
+
+    def begin_forward(self, inputs: Iterable[Tensor]) -> None:
+        """The graph is about to run with these inputs."""
+        self._forget()
+        model = self._reference()
+        if self._num_passes >= self._most_passes or model is None or current_graph_task_id() != -1:
+            return
+        self._given = {each.untyped_storage().data_ptr() for each in inputs if each.layout is torch.strided}
+        self._old_bytes = _alive_bytes(self._outputs)
+        device = model.session.device
+        is_counted = device.type == "cuda" or (device.type == "cpu" and cpu_counter.is_running())
+        # Beside other graphs, and beside gradients of earlier passes, there is more at its start than its plan says.
+        problem = self._compilation.problem
+        is_alone = len(model.shares.footprints) == 1 and problem is not None and not problem.accumulates
+        if self._num_passes in _WATCHED and is_counted and is_alone and self._compilation.levels:
+            self._meter = MemoryMeter(device)
+            self._meter.__enter__()
+
+    def end_forward(self, outputs: Iterable[Tensor]) -> None:
+        """The graph's outputs are there, of which some may be inputs."""
+        if self._num_passes < self._most_passes and current_graph_task_id() == -1:
+            storages = [each.untyped_storage() for each in outputs if each.layout is torch.strided]
+            made = {each.data_ptr(): each for each in storages if each.data_ptr() not in self._given}
+            self._outputs = [(weakref.ref(each), each.nbytes()) for each in made.values()]
+            self._num_passes += 1
+
+    def begin_backward(self) -> None:
+        """The graph's backward begins."""
+        if self._meter is not None:
+            after_backward(self._note)
+
+    def _note(self) -> None:
+        """The backward has ended, and saves nothing any more."""
+        model, meter, budget = self._reference(), self._meter, self._compilation.device_budget_bytes
+        if model is None or meter is None or budget is None:
+            return
+        taken_bytes, kept_bytes = meter.peak_bytes - meter.start_bytes, _alive_bytes(self._outputs)
+        self._forget()
+        if model.outside_bytes.get(self._graph, 0) > self._outside_bytes:
+            return  # `outside` has found code that takes more: the next plan counts it, and is watched, too
+        # At the start there is what the plan says, and old outputs. The program's own tensors do not count.
+        start_bytes = sum(each.num_bytes for each in self._compilation.levels[0].held) - self._counted_bytes
+        needed = start_bytes + self._old_bytes + taken_bytes
+        excess = min(needed - self._compilation.plan.peak_bytes, kept_bytes + self._old_bytes)
+        if kept_bytes <= budget * _FEW or needed <= budget * (1 + _UNSURE) or excess <= 0:
+            return
+        log.warning(
+            "outputs of a compiled model take %s after its backward, as where a loop has a name for logits. With them a step takes"
+            " %s, and memory_budget is %s: the model is planned again for that. Delete them before backward, or return the loss"
+            " alone, to need less",
+            format_bytes(kept_bytes),
+            format_bytes(needed),
+            format_bytes(budget),
+        )
+        model.kept_bytes[self._graph] = self._counted_bytes + excess
+
+    def _forget(self) -> None:
+        if self._meter is not None:
+            self._meter.__exit__(None, None, None)
+            self._meter = None
+
+    def __del__(self) -> None:
+        self._forget()
+
+
+def _alive_bytes(storages: Iterable[tuple["weakref.ref[torch.UntypedStorage]", int]]) -> int:
+    return sum(num_bytes for storage, num_bytes in storages if storage() is not None)
