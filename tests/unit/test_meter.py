@@ -9,7 +9,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from autohete_fx.errors import ShardError
+from autohete_fx.runtime import cpu_counter
 from autohete_fx.runtime.meter import MemoryMeter, device_live_bytes, rss_anon_bytes
+from autohete_fx.runtime.shard.unreadable import Unreadable
 from autohete_fx.runtime.tiers.host import open_tier
 
 MIB = 2**20
@@ -178,6 +181,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 fake = FakeTensorMode().from_tensor(old)
 meta, sparse = torch.empty(5, device="meta"), torch.ones(3, 3).to_sparse()
 from autohete_fx.runtime.meter import MemoryMeter, device_live_bytes
+from autohete_fx.errors import ShardError
+from autohete_fx.runtime.shard.unreadable import Unreadable
 before = device_live_bytes("cpu")
 assert device_live_bytes("cpu") == before >= 4800, before
 with MemoryMeter("cpu") as meter:
@@ -199,3 +204,14 @@ print("balanced")
 def test_tensors_older_than_the_counter_are_counted_once_and_released() -> None:
     child = subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True, check=False)
     assert child.returncode == 0 and child.stdout == "balanced\n", child.stderr
+
+
+def test_tensors_that_refuse_to_be_asked_do_not_stop_the_count_of_older_memory():
+    """As the stand-ins that eager code has for shards, which a state dict's reader may have kept."""
+    with torch.no_grad():
+        refusing = torch.empty(4, device="meta").as_subclass(Unreadable)
+    refusing._autohete_device = torch.device("cpu")
+    with pytest.raises(ShardError):
+        _ = refusing.grad
+    plain = torch.ones(4)
+    assert plain.untyped_storage().data_ptr() in cpu_counter._storages_in_python()
