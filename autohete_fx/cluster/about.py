@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autohete_fx.cluster.damage import PartError
 from autohete_fx.cluster.store import Parts, read_parts
 from autohete_fx.errors import ClusterError
 
@@ -28,8 +29,12 @@ def about_of(parts: Parts) -> dict[str, Any]:
     """The facts that one of the parts says; none where no part has the entry. Raises PartError where that cannot be read."""
     if ALL_NAMES not in parts:
         return {}
-    text = bytes(read_parts(parts, [ALL_NAMES])[ALL_NAMES][f"{ALL_NAMES}/weight"].tolist()).decode()
-    return json.loads(text) if text.startswith("{") else {"names": text.split("\n")}
+    raw = bytes(read_parts(parts, [ALL_NAMES])[ALL_NAMES][f"{ALL_NAMES}/weight"].tolist())
+    try:
+        text = raw.decode()
+        return json.loads(text) if text.startswith("{") else {"names": text.split("\n")}
+    except ValueError as error:
+        raise PartError(parts[ALL_NAMES][0], error) from error
 
 
 def check_optimizer(said: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> None:

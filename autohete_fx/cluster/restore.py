@@ -7,7 +7,6 @@ parameters at different places, all of that is said of the pieces between all cu
 A part on a disk that cannot be read counts as absent, on all ranks of its node. All ranks then choose again among what is left.
 """
 
-import contextlib
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -241,8 +240,10 @@ def _about(found: Restored, disk: OwnDisk, group: dist.ProcessGroup | None) -> d
     """What a disk says of the save, or the cloud has said."""
     told: list[Any] = [None] * dist.get_world_size(group)
     mine: dict[str, Any] = {}
-    with contextlib.suppress(PartError):
+    try:
         mine = about_of(disk.saves.get(found.save, {}))
+    except PartError as error:
+        log.warning("what %s says of its job is not read: %s", error.path, error.cause)
     dist.all_gather_object(told, mine, group=group)
     return next((said for said in told if said.get("optimizer")), found.about)
 

@@ -16,11 +16,16 @@ from torch import Tensor
 
 from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.compiler.model import Model
+from autohete_fx.compiler.parameters import GraphParameters
 from autohete_fx.compiler.shares import Origin
+from autohete_fx.internals import versions
+from autohete_fx.internals.modes import DisableTorchFunction
 from autohete_fx.internals.tensors import after_backward, current_graph_task_id
 from autohete_fx.ir.sizes import format_bytes
+from autohete_fx.optim.others import absent_state_bytes
 from autohete_fx.runtime import cpu_counter
 from autohete_fx.runtime.meter import MemoryMeter
+from autohete_fx.runtime.pending.addresses import address_of
 
 log = logging.getLogger(__name__)
 
@@ -39,13 +44,21 @@ class KeptOutputs:
         reference: to the model.
         graph: that runs.
         compilation: its own.
+        parameters: of the graph.
         is_watched: whether it is trained within a budget, by this process alone. Ranks would not plan again together.
     """
 
     def __init__(
-        self, reference: "weakref.ref[Model]", graph: Origin, compilation: Compilation, *, is_watched: bool
+        self,
+        reference: "weakref.ref[Model]",
+        graph: Origin,
+        compilation: Compilation,
+        parameters: GraphParameters,
+        *,
+        is_watched: bool,
     ) -> None:
         self._reference, self._graph, self._compilation = reference, graph, compilation
+        self._parameters = parameters
         self._num_passes, self._most_passes = 0, _WATCHED.stop if is_watched else 0
         self._outputs: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
         self._given, self._old_bytes = set[int](), 0
@@ -60,7 +73,7 @@ class KeptOutputs:
         model = self._reference()
         if self._num_passes >= self._most_passes or model is None or current_graph_task_id() != -1:
             return
-        self._given = {each.untyped_storage().data_ptr() for each in inputs if each.layout is torch.strided}
+        self._given = {address for each in inputs if (address := address_of(each)) is not None}
         self._old_bytes = _alive_bytes(self._outputs)
         device = model.session.device
         is_counted = device.type == "cuda" or (device.type == "cpu" and cpu_counter.is_running())
@@ -74,13 +87,16 @@ class KeptOutputs:
     def end_forward(self, outputs: Iterable[Tensor]) -> None:
         """The graph's outputs are there, of which some may be inputs."""
         if self._num_passes < self._most_passes and current_graph_task_id() == -1:
-            storages = [each.untyped_storage() for each in outputs if each.layout is torch.strided]
-            made = {each.data_ptr(): each for each in storages if each.data_ptr() not in self._given}
-            self._outputs = [(weakref.ref(each), each.nbytes()) for each in made.values()]
+            with DisableTorchFunction():
+                found = {address: each for each in outputs if (address := address_of(each)) is not None}
+                made = [each.untyped_storage() for address, each in found.items() if address not in self._given]
+            self._outputs = [(weakref.ref(each), each.nbytes()) for each in made]
             self._num_passes += 1
 
     def begin_backward(self) -> None:
         """The graph's backward begins."""
+        if self._meter is not None and versions.is_graph_kept():
+            self._forget()  # it keeps outputs, whoever has a name for them
         if self._meter is not None:
             after_backward(self._note)
 
@@ -89,13 +105,14 @@ class KeptOutputs:
         model, meter, budget = self._reference(), self._meter, self._compilation.device_budget_bytes
         if model is None or meter is None or budget is None:
             return
-        taken_bytes, kept_bytes = meter.peak_bytes - meter.start_bytes, _alive_bytes(self._outputs)
+        peak_bytes, kept_bytes = meter.peak_bytes, _alive_bytes(self._outputs)
         self._forget()
         if model.outside_bytes.get(self._graph, 0) > self._outside_bytes:
             return  # `outside` has found code that takes more: the next plan counts it, and is watched, too
         # At the start there is what the plan says, and old outputs. The program's own tensors do not count.
         start_bytes = sum(each.num_bytes for each in self._compilation.levels[0].held) - self._counted_bytes
-        needed = start_bytes + self._old_bytes + taken_bytes
+        start_bytes -= absent_state_bytes(self._parameters.latest.values())
+        needed = min(start_bytes + self._old_bytes + peak_bytes - meter.start_bytes, peak_bytes)
         excess = min(needed - self._compilation.plan.peak_bytes, kept_bytes + self._old_bytes)
         if kept_bytes <= budget * _FEW or needed <= budget * (1 + _UNSURE) or excess <= 0:
             return

@@ -101,7 +101,7 @@ def running(
     refuse = functools.partial(_refuse_call, weakref.ref(model), compilation, options.micro_batches)
     is_watched = assumed is not None and same_call is None
     outside = Outside(weakref.ref(model), origin, compilation, is_watched=is_watched)
-    kept = KeptOutputs(weakref.ref(model), origin, compilation, is_watched=is_watched)
+    kept = KeptOutputs(weakref.ref(model), origin, compilation, parameters, is_watched=is_watched)
     backward = _adding(weakref.ref(model), guarded, refuse, outside, kept, compilation)
 
     @functools.wraps(compiled, updated=())
@@ -182,7 +182,7 @@ def _cleaning_up(
                     error.add_note(f"a copy that was under way failed too: {failure!r}")
                 if isinstance(error, torch.OutOfMemoryError):
                     error.add_note(explain(error))
-            if same_call is not None:
+            if same_call is not None and not versions.is_early_stop(error):
                 same_call.note_failure(error)
             raise
 

@@ -96,6 +96,13 @@ def is_graph_kept() -> bool:
     return autograd._get_current_graph_task_keep_graph()
 
 
+def is_early_stop(error: BaseException) -> bool:
+    """Whether this ends what ``torch.utils.checkpoint`` computes again, as soon as all is there that a backward needs."""
+    from torch.utils import checkpoint
+
+    return isinstance(error, getattr(checkpoint, "_StopRecomputationError", ()))
+
+
 def keep_saved(node: Any, arguments: list[Any]) -> contextlib.AbstractContextManager[None]:
     """Around a compiled backward whose graph is kept: it writes over copies of what it was compiled to write over.
 

@@ -26,6 +26,7 @@ _SMALL_BYTES = 64
 """Numbers of steps and the like, which are not counted."""
 
 _seen: MutableMapping[Tensor, int] = WeakIdKeyDictionary()  # parameter of a plan -> bytes; 0 before a step
+_found: MutableMapping[Tensor, int] = WeakIdKeyDictionary()  # likewise, as the latest look found
 _num_steps: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
 _is_watching = False
 
@@ -45,6 +46,12 @@ def counted_state_bytes(param: Tensor) -> int:
     return max(2 * param.numel() * param.element_size(), _seen.get(param, 0))
 
 
+def absent_state_bytes(params: Iterable[Tensor]) -> int:
+    """Bytes of states that plans count for these, and that no step has shown to be there."""
+    without = (param for param in params if param.requires_grad and optimizer_of(param) is None)
+    return sum(max(0, counted_state_bytes(param) - _found.get(param, 0)) for param in without)
+
+
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
         return
@@ -56,7 +63,8 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         # Ranks that hold a parameter together would not all see as much of it.
         if param not in _seen or optimizer_of(param) is not None or held(param) is not param:
             continue
-        counted, found = counted_state_bytes(param), _device_bytes(optimizer.state.get(param), param.device)
+        counted, found = counted_state_bytes(param), _device_bytes(optimizer.state.get(param), param)
+        _found[param] = found
         counted_bytes, found_bytes = counted_bytes + counted, found_bytes + found
         if found > counted + _SMALL_BYTES:
             _seen[param], is_news = found, True
@@ -72,6 +80,13 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         note_change()
 
 
-def _device_bytes(state: object, device: torch.device) -> int:
-    storages = [t.untyped_storage() for t in tensors_in((state,)) if t.device == device]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+def _device_bytes(state: object, param: Tensor) -> int:
+    """Bytes of a parameter's states on its device; of views of a larger buffer, their own."""
+    known = {each.untyped_storage().data_ptr() for each in (param, param.grad) if each is not None}
+    viewed: dict[int, tuple[int, int]] = {}
+    for t in tensors_in((state,)):
+        storage = t.untyped_storage()
+        if t.device == param.device and storage.data_ptr() not in known:
+            _, so_far = viewed.get(storage.data_ptr(), (0, 0))
+            viewed[storage.data_ptr()] = storage.nbytes(), so_far + t.nbytes
+    return sum(map(min, viewed.values()))

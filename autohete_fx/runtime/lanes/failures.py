@@ -39,6 +39,7 @@ _CLOSED = (
 )
 _NO_MEMORY = "can't allocate memory", "not enough memory"  # of tensors on the CPU, which have no OutOfMemoryError
 _KEY = "autohete_fx/failure"
+_MORE_THAN_ANY = 1 << 62  # refusals of others, which go on together
 _reading = threading.Lock()  # lanes and the program may look at once
 
 
@@ -143,10 +144,14 @@ def tell_refusal(error: Exception, among: Group) -> None:
         _write(dist.get_rank(), f"failed with {type(error).__name__}: {error}", job.num_refusals[members], members)
 
 
-def tell_failure(error: Exception) -> None:
-    """Let the other ranks know what this one is about to raise, and that it will run no collective of theirs again."""
+def tell_end(error: Exception, among: Group) -> None:
+    """Let the other ranks know what this one is about to raise, and that it runs no collective of theirs any more.
+
+    Args:
+        among: a group of the ranks that hold the model.
+    """
     if _job() is not None:
-        _write(dist.get_rank(), f"failed with {type(error).__name__}: {error}")
+        _write(dist.get_rank(), f"failed with {type(error).__name__}: {error}", _MORE_THAN_ANY, tuple(_members(among)))
 
 
 @atexit.register

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from autohete_fx.errors import CollectiveError, ShardError
-from autohete_fx.runtime.lanes.failures import tell_failure, tell_refusal
+from autohete_fx.runtime.lanes.failures import raise_known, tell_end, tell_refusal
 from autohete_fx.runtime.lanes.net import all_reduce
 from autohete_fx.runtime.pending.fence import tensors_in
 from autohete_fx.runtime.shard.parts import part_of
@@ -34,6 +34,11 @@ from autohete_fx.runtime.shard.ranks import Ranks, ranks_by_digest
 _NUM_TOLD = 3
 _COMPILES = 1
 """The number that stands for no graph yet. No digest of a graph is likely to be as small."""
+
+
+def note_issued(ranks: Ranks) -> None:
+    """A graph has issued a collective: ranks that fail alike have issued as many."""
+    _issued[ranks.control] = _issued.get(ranks.control, 0) + 1
 
 
 def check_all_compile(ranks: Ranks, sizes: Sequence[tuple[int, ...]]) -> None:
@@ -46,8 +51,12 @@ def check_all_compile(ranks: Ranks, sizes: Sequence[tuple[int, ...]]) -> None:
         ShardError: another rank runs a graph meanwhile.
         CollectiveError: another rank is not there.
     """
-    if ranks.total == 1 or _is_same(_messages.send((_COMPILES, -_COMPILES, *(0,) * _NUM_TOLD), ranks).result()):
+    if ranks.total == 1:
         return
+    largest = _messages.send((_COMPILES, -_COMPILES, *(0,) * _NUM_TOLD), ranks).result()
+    if _is_same(largest):
+        return
+    _raise_failed(largest, ranks.control)
     error = ShardError(
         f"a rank compiles a graph for inputs of sizes {list(sizes)}, and another rank runs one that it has. Expected was that all"
         " ranks compile in the same step. A graph is compiled for new sizes, and where inputs or parameters need gradients that did"
@@ -59,6 +68,11 @@ def check_all_compile(ranks: Ranks, sizes: Sequence[tuple[int, ...]]) -> None:
 
 _FAILED = 1 << 60
 """Added to the number of a graph by a rank whose last forward or backward raised."""
+_MANY = 1_000_003
+_issued: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
+"""By the ranks' group for values, how many collectives of graphs this rank has issued."""
+_ended: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
+"""Those whose other ranks were told that this one runs no more."""
 _failures: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[str, bool]]" = weakref.WeakKeyDictionary()
 """By the ranks' group for values, how that ended here, and whether it was a collective that failed."""
 
@@ -100,9 +114,12 @@ class SameCall:
         failure, is_broken = _failures.get(ranks.control, ("", False))
         if is_broken:
             error = _unpaired(failure)
-            tell_failure(error)
+            if ranks.control not in _ended:
+                _ended.add(ranks.control)
+                tell_end(error, ranks.control)
             raise error
-        number += _FAILED if failure else 0
+        if failure:
+            number = _FAILED + (number + _issued[ranks.control] * _MANY) % _FAILED
         control, largest = ranks.control, _messages.send((number, -number, *told), ranks)
         del ranks
         if failure:
@@ -126,13 +143,16 @@ class SameCall:
 
     def note_failure(self, error: BaseException) -> None:
         """The code of a forward or backward has raised: the others, which may wait for its collectives, are told why."""
-        control, is_collective = ranks_by_digest(self._digest).control, isinstance(error, CollectiveError)
+        ranks = ranks_by_digest(self._digest)
+        control, is_collective = ranks.control, isinstance(error, CollectiveError)
         words = error.reason if isinstance(error, CollectiveError) else error
-        _failures[control] = f"{type(error).__name__}: {words}", is_collective
+        is_counted = control in _issued and ranks.tensor_parallel is None  # graphs run collectives of their own there
+        _failures[control] = f"{type(error).__name__}: {words}", is_collective or not is_counted
         if isinstance(error, Exception) and not is_collective:
             tell_refusal(error, control)
 
     def _refusal(self, sizes: list[tuple[int, ...]], largest: Sequence[int], among: dist.ProcessGroup) -> ShardError:
+        _raise_failed(largest, among)
         elsewhere = "one that is to be compiled" if -largest[1] == _COMPILES else "another"
         error = ShardError(
             f"ranks that hold a model ran different graphs of it at a time: here {self._kind} of inputs of sizes {sizes}, elsewhere"
@@ -141,6 +161,12 @@ class SameCall:
         )
         tell_refusal(error, among)
         return error
+
+
+def _raise_failed(largest: Sequence[int], among: dist.ProcessGroup) -> None:
+    """Raise CollectiveError where another rank's forward or backward has failed, and it has told why."""
+    if largest[0] >= _FAILED:
+        raise_known(among)
 
 
 def _unpaired(failure: str) -> ShardError:
