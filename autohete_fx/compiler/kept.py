@@ -58,7 +58,7 @@ class KeptOutputs:
         is_watched: bool,
     ) -> None:
         self._reference, self._graph, self._compilation = reference, graph, compilation
-        self._parameters = parameters
+        self._parameters = weakref.ref(parameters)  # backwards that are kept must not keep the model
         self._num_passes, self._most_passes = 0, _WATCHED.stop if is_watched else 0
         self._outputs: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
         self._given, self._old_bytes = set[int](), 0
@@ -98,12 +98,13 @@ class KeptOutputs:
         if self._meter is not None and versions.is_graph_kept():
             self._forget()  # it keeps outputs, whoever has a name for them
         if self._meter is not None:
-            after_backward(self._note)
+            after_backward(torch.compiler.disable(self._note))  # Dynamo may convert what runs within a compiled step
 
     def _note(self) -> None:
         """The backward has ended, and saves nothing any more."""
         model, meter, budget = self._reference(), self._meter, self._compilation.device_budget_bytes
-        if model is None or meter is None or budget is None:
+        parameters = self._parameters()
+        if model is None or parameters is None or meter is None or budget is None:
             return
         peak_bytes, kept_bytes = meter.peak_bytes, _alive_bytes(self._outputs)
         self._forget()
@@ -111,7 +112,7 @@ class KeptOutputs:
             return  # `outside` has found code that takes more: the next plan counts it, and is watched, too
         # At the start there is what the plan says, and old outputs. The program's own tensors do not count.
         start_bytes = sum(each.num_bytes for each in self._compilation.levels[0].held) - self._counted_bytes
-        start_bytes -= absent_state_bytes(self._parameters.latest.values())
+        start_bytes -= absent_state_bytes(parameters.latest.values())
         needed = min(start_bytes + self._old_bytes + peak_bytes - meter.start_bytes, peak_bytes)
         excess = min(needed - self._compilation.plan.peak_bytes, kept_bytes + self._old_bytes)
         if kept_bytes <= budget * _FEW or needed <= budget * (1 + _UNSURE) or excess <= 0:

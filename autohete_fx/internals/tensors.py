@@ -3,7 +3,7 @@
 Also the local tensor of a DTensor, which tensors wrap others, and which sizes a program has marked as dynamic.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-def after_backward(call: Callable[[], None]) -> None:
+def after_backward(call: Any) -> None:
     """Call back when the backward that runs in this thread has ended, and saves nothing any more."""
     Variable._execution_engine.queue_callback(call)
 
