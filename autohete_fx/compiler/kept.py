@@ -16,6 +16,7 @@ from torch import Tensor
 
 from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.compiler.model import Model
+from autohete_fx.compiler.outside import WATCHED
 from autohete_fx.compiler.parameters import GraphParameters
 from autohete_fx.compiler.shares import Origin
 from autohete_fx.internals import versions
@@ -23,8 +24,7 @@ from autohete_fx.internals.modes import DisableTorchFunction
 from autohete_fx.internals.tensors import after_backward, current_graph_task_id
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.optim.others import absent_state_bytes
-from autohete_fx.runtime import cpu_counter
-from autohete_fx.runtime.meter import MemoryMeter
+from autohete_fx.runtime.meter import MemoryMeter, is_counted
 from autohete_fx.runtime.pending.addresses import address_of
 
 log = logging.getLogger(__name__)
@@ -33,8 +33,6 @@ _FEW = 1 / 1024
 """Of a budget: outputs that take less, such as losses, are not counted."""
 _UNSURE = 1 / 64
 """Of a budget: steps begin with a little less than plans count, such as small gradients."""
-_WATCHED = range(1, 3)
-"""The passes of a graph that are watched. In the first one, other code compiles."""
 
 
 class KeptOutputs:
@@ -59,7 +57,7 @@ class KeptOutputs:
     ) -> None:
         self._reference, self._graph, self._compilation = reference, graph, compilation
         self._parameters = weakref.ref(parameters)  # backwards that are kept must not keep the model
-        self._num_passes, self._most_passes = 0, _WATCHED.stop if is_watched else 0
+        self._num_passes, self._most_passes = 0, WATCHED.stop if is_watched else 0
         self._outputs: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
         self._given, self._old_bytes = set[int](), 0
         self._meter: MemoryMeter | None = None
@@ -76,11 +74,10 @@ class KeptOutputs:
         self._given = {address for each in inputs if (address := address_of(each)) is not None}
         self._old_bytes = _alive_bytes(self._outputs)
         device = model.session.device
-        is_counted = device.type == "cuda" or (device.type == "cpu" and cpu_counter.is_running())
         # Beside other graphs, and beside gradients of earlier passes, there is more at its start than its plan says.
         problem = self._compilation.problem
         is_alone = len(model.shares.footprints) == 1 and problem is not None and not problem.accumulates
-        if self._num_passes in _WATCHED and is_counted and is_alone and self._compilation.levels:
+        if self._num_passes in WATCHED and is_counted(device) and is_alone and self._compilation.levels:
             self._meter = MemoryMeter(device)
             self._meter.__enter__()
 

@@ -23,7 +23,7 @@ from autohete_fx.planner.model.footprint import traced_peak_bytes
 
 log = logging.getLogger(__name__)
 
-_WATCHED = range(1, 3)
+WATCHED = range(1, 3)
 """The passes of a graph that are watched. In the first one, other code compiles."""
 
 
@@ -41,7 +41,7 @@ class Outside:
         self, reference: "weakref.ref[Model]", graph: Origin, compilation: Compilation, *, is_watched: bool
     ) -> None:
         self._reference, self._graph, self._compilation = reference, graph, compilation
-        self._watched = _WATCHED if is_watched else range(0)
+        self._watched = WATCHED if is_watched else range(0)
         self._passes = 0
 
     def begin_forward(self) -> None:

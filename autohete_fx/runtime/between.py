@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from autohete_fx.runtime import cpu_counter
-from autohete_fx.runtime.meter import MemoryMeter, device_live_bytes
+from autohete_fx.runtime.meter import MemoryMeter, device_live_bytes, is_counted
 
 
 class Between:
@@ -37,7 +36,7 @@ class Between:
         self._note = note
         storages = [output.untyped_storage() for output in outputs if output.device.type == device.type]
         self._outputs = [(weakref.ref(storage), storage.nbytes()) for storage in storages]
-        if device.type == "cuda" or (device.type == "cpu" and cpu_counter.is_running()):
+        if is_counted(device):
             self._meter = MemoryMeter(device)
             self._meter.__enter__()
 

@@ -149,7 +149,7 @@ def _storages_in_python() -> dict[int, torch.UntypedStorage]:
                 try:
                     storage = t.untyped_storage()
                     address = storage.data_ptr()
-                except (NotImplementedError, RuntimeError):
+                except RuntimeError:
                     continue  # a wrapper (functorch, functionalisation, subclasses): the tensor inside has the bytes
                 if address and storage.device.type == "cpu" and not is_home(t):
                     found[address] = storage

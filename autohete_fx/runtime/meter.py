@@ -79,6 +79,11 @@ def device_live_bytes(device: torch.device | str) -> int:
     return cpu_counter.live_bytes() if device.type == "cpu" else torch.cuda.memory_allocated(device)
 
 
+def is_counted(device: torch.device) -> bool:
+    """Whether a meter would start no counting: that of a CPU device begins with the first one."""
+    return device.type == "cuda" or (device.type == "cpu" and cpu_counter.is_running())
+
+
 def peak_of(device: torch.device | str, run: Callable[[], Result]) -> tuple[int, Result]:
     """Run something: the most bytes that were taken meanwhile above those at its start, and its result."""
     with MemoryMeter(device) as meter:

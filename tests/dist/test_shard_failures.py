@@ -1,6 +1,8 @@
 """Ranks of a sharded model that fail, end or refuse a step while they train: the others learn which one, and soon."""
 
 import atexit
+import datetime
+import functools
 import json
 import os
 import signal
@@ -14,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autohete_fx
 from autohete_fx.errors import AutoHeteError, ShardError
@@ -227,3 +229,31 @@ def test_a_rank_that_catches_an_error_does_not_go_on_alone(tmp_path: Path, where
     assert first[5].startswith("CollectiveError: ") and f"failed: rank 1 failed with {error}" in first[5], first
     assert second[5] == error and second[6].startswith("ShardError: the forward or backward before failed"), second
     assert error in second[6], second
+
+
+def waiting_alone() -> None:
+    """What ranks are told that wait for others: where one compiles, for another batch, what the others have compiled; and where the
+    first one evaluates by itself, in vain."""
+    found = list[str]()
+    for evaluates in (False, True):
+        torch._dynamo.reset()
+        group, rank = dist.new_group(timeout=datetime.timedelta(seconds=12)), dist.get_rank()
+        model = autohete_fx.shard(make(layers=1), DeviceMesh.from_group(group, "cpu"))
+        model.compile(**backend(), dynamic=False)
+        with torch.set_grad_enabled(not evaluates):
+            model(tokens(0, rank))
+            batch = 4 if evaluates else 4 + rank
+            is_there = rank == 0 or not evaluates
+            forward = functools.partial(model, tokens(1, rank, batch=batch))
+            found.append(refusal(forward).splitlines()[0] if is_there else "")
+    print(json.dumps(found), flush=True)
+    os._exit(0)
+
+
+def test_ranks_that_are_left_alone_do_not_wait_for_ever(tmp_path: Path):
+    ran, compiled = ranks.run("tests.dist.test_shard_failures.waiting_alone", tmp_path)
+    refused = "ShardError: a rank compiles a graph for inputs of sizes [(5, "
+    assert compiled[0].startswith(refused) and compiled[0].count("Expected was") == 1, compiled[0]
+    assert ran[0].startswith("ShardError: ranks that hold a model ran different graphs of it at a time"), ran[0]
+    assert "elsewhere one that is to be compiled. Expected was" in ran[0], ran[0]
+    assert ran[1].startswith("CollectiveError: a collective over the ranks that hold the model failed"), ran[1]

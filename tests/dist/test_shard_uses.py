@@ -1,14 +1,8 @@
-"""Sharded models in other use than plain training: 16 bit, evaluation between steps, graph breaks, text generation, ranks
-that are left alone."""
+"""Sharded models in other use than plain training: 16 bit, evaluation between steps, graph breaks, text generation."""
 
 import contextlib
 import copy
-import datetime
 import functools
-import json
-import os
-import time
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,7 +11,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import autohete_fx
@@ -271,37 +264,6 @@ def test_ranks_that_run_different_graphs_at_a_time_are_told(of_two: dict[str, An
         assert apart.startswith(f"{told} {kind} of inputs of sizes [(4, ")
         assert uneven.startswith(f"{told} training of inputs of sizes [({batch}, ")
         assert twins.startswith(f"{told} training of inputs of sizes [(4, ")
-
-
-def waiting_alone() -> list[str]:
-    """What ranks are told that wait for others: where one compiles, for another batch, what the others have compiled; and where the
-    first one evaluates by itself, in vain. After each the seconds that they waited."""
-    found = list[Any]()
-    for evaluates in (False, True):
-        torch._dynamo.reset()
-        group, rank = dist.new_group(timeout=datetime.timedelta(seconds=12)), dist.get_rank()
-        model = autohete_fx.shard(make(layers=1), DeviceMesh.from_group(group, "cpu"))
-        model.compile(**backend(), dynamic=False)
-        with torch.set_grad_enabled(not evaluates):
-            model(tokens(0, rank))
-            batch = 4 if evaluates else 4 + rank
-            is_there = rank == 0 or not evaluates
-            forward = functools.partial(model, tokens(1, rank, batch=batch))
-            began = time.monotonic()
-            found.append(refusal(forward).splitlines()[0] if is_there else "")
-            found.append(time.monotonic() - began)
-    print(json.dumps(found), flush=True)
-    os._exit(0)
-
-
-def test_ranks_that_are_left_alone_do_not_wait_for_ever(tmp_path: Path):
-    ran, compiled = ranks.run("tests.dist.test_shard_uses.waiting_alone", tmp_path)
-    refused = "ShardError: a rank compiles a graph for inputs of sizes [(5, "
-    assert compiled[0].startswith(refused) and compiled[0].count("Expected was") == 1, compiled[0]
-    assert ran[0].startswith("ShardError: ranks that hold a model ran different graphs of it at a time"), ran[0]
-    assert "elsewhere one that is to be compiled. Expected was" in ran[0], ran[0]
-    assert ran[2].startswith("CollectiveError: a collective over the ranks that hold the model failed"), ran[2]
-    assert max(ran[1], compiled[1]) < 10, "the group waits for 12 s"
 
 
 class Pair(nn.Module):

@@ -1,7 +1,7 @@
 """Code outside of the compiled model, between its forward and its backward: what it takes is seen, told and planned for."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,15 +140,6 @@ def test_a_budget_that_the_loss_does_not_fit_into_is_refused_with_one_that_works
     assert len(told(caplog)) == 1 and enough is not None
     _, peaks = job.run(enough)
     assert max(peaks[FIRST:]) <= enough
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Several add up an embedding's gradients in any order."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("one_thread")

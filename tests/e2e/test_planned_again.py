@@ -1,6 +1,5 @@
 """Plans that follow another one find what that has left: they count it, or bring it to where they want it before the next pass."""
 
-import dataclasses
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,10 +13,9 @@ from autohete_fx import BlockDecision, Optimizer, Params, Plan
 from autohete_fx.runtime.meter import device_live_bytes
 from autohete_fx.runtime.tiers.host import is_home
 from tests import training as job
+from tests.steps import OPTIONS, SIZES, Steps, equal_to_plain
 
 pytestmark = pytest.mark.slow
-SIZES = job.Sizes(width=128, heads=4, layers=4, batch=2, time=128)
-OPTIONS: dict[str, Any] = {"inner_backend": "eager", "profile": "analytic", "solver_time_limit_s": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -25,61 +23,6 @@ def _prepared() -> Iterator[None]:
     job.warm_up("cpu")
     yield
     torch._dynamo.reset()
-
-
-class Steps:
-    """A model that trains and evaluates, with us or without, what it computes, and the most bytes that it has beyond those of other
-    tests."""
-
-    def __init__(self, model: job.Model, is_ours: bool) -> None:
-        self.model, self.is_ours = model, is_ours
-        self.optimizer: Any = job.adamw(model) if is_ours else job.ReferenceAdamW(model, frozenset())
-        self.foreign = device_live_bytes("cpu") - sum(p.nbytes for p in model.parameters())
-        self.seen, self.peaks = list[torch.Tensor](), list[int]()
-
-    def compile(self, *, dynamic: bool | None = None, **options: Any) -> None:
-        if self.is_ours:
-            self.model.compile(backend="autohete", dynamic=dynamic, options={**OPTIONS, **options})
-
-    def train(self, *steps: int, micro_batches: int = 1, batch: int = SIZES.batch) -> None:
-        for step in steps:
-            for micro_batch in range(micro_batches):
-                torch.manual_seed(1000 * step + micro_batch)
-                with autohete_fx.MemoryMeter("cpu") as meter:
-                    loss = self.model(job.batch("cpu", step, micro_batch, dataclasses.replace(SIZES, batch=batch)))
-                    loss.backward()
-                self._note(meter, loss)
-            self.seen += [job.copied(p.grad) for p in self.model.parameters() if p.grad is not None]
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        self.seen += map(job.copied, self.model.parameters())
-
-    def evaluate(self, batch: int = SIZES.batch) -> None:
-        self.model.eval()
-        with torch.no_grad(), autohete_fx.MemoryMeter("cpu") as meter:
-            loss = self.model(job.batch("cpu", 99, 0, dataclasses.replace(SIZES, batch=batch)))
-        self.model.train()
-        self._note(meter, loss)
-
-    def _note(self, meter: autohete_fx.MemoryMeter, loss: torch.Tensor) -> None:
-        self.peaks.append(meter.peak_bytes - self.foreign)
-        self.seen.append(job.copied(loss))
-
-
-def equal_to_plain(story: Callable[[Steps], None], kind: type[job.Model] = job.Model) -> Steps:
-    """A story told without us and with us, whose values are the same."""
-
-    def told(is_ours: bool) -> Steps:
-        torch.manual_seed(0)
-        steps = Steps(kind(SIZES), is_ours)
-        story(steps)
-        return steps
-
-    expected = told(False).seen
-    gc.collect()
-    ours = told(True)
-    job.assert_equal(ours.seen, expected, bitwise=True)
-    return ours
 
 
 def test_gradients_that_earlier_micro_batches_left_on_the_device_go_where_the_new_plan_collects_them():
