@@ -101,10 +101,7 @@ def join(
             complete save. Also where another rank could not begin.
     """
     start = time.perf_counter()
-    if not (plan is None or callable(plan) or isinstance(plan, ClusterPlan)):
-        raise ClusterError(
-            f"plan={plan!r} was given. Expected was a ClusterPlan, or a function that makes one. Read a file with ClusterPlan.load"
-        )
+    _check_plan(plan)
     batch = batch_of(example)
     recipe = Recipe(
         build_model=with_marks(build_model, split_spec) if split_spec else build_model,
@@ -121,21 +118,22 @@ def join(
     if backend is not None:
         for library in remove_cut_off_libraries():
             job_log.say(f"{library} was cut off when a rank ended, and is compiled again")
-    plan = plan or automatic_plan(
-        recipe,
-        batch,
-        compiler,
-        ranks,
-        cache_dir=cache_dir,
-        store=store,
-        tp_plan=tp_plan,
-        expected_lifetime_s=expected_lifetime_s,
-        say=job_log.say,
-    )
-    if not isinstance(plan, ClusterPlan):
-        find = plan
-        plan = ranks.on_each(lambda: find(ranks.members, map_layers(recipe.build_model, batch.of_samples(1))))
-    part = take_part(plan, recipe, batch, ranks, tp_plan=tp_plan, is_compiled=backend is not None)
+
+    def measured() -> ClusterPlan:
+        return automatic_plan(
+            recipe,
+            batch,
+            compiler,
+            ranks,
+            cache_dir=cache_dir,
+            store=store,
+            tp_plan=tp_plan,
+            expected_lifetime_s=expected_lifetime_s,
+            say=job_log.say,
+        )
+
+    chosen = measured() if plan is None else _given(plan, recipe, batch, ranks)
+    part = take_part(chosen, recipe, batch, ranks, tp_plan=tp_plan, is_compiled=backend is not None)
     node = ranks.members[ranks.rank].node
     restored = restore(store, part.pieces(), list(part.layer_map.readers), node, ranks.group) if store else None
     weights = restored.weight if restored else weights
@@ -148,6 +146,20 @@ def join(
     if backend is not None:
         job_log.say("the first step compiles the stages, where no cache has them")
     return job
+
+
+def _check_plan(plan: object) -> None:
+    if not (plan is None or callable(plan) or isinstance(plan, ClusterPlan)):
+        raise ClusterError(
+            f"plan={plan!r} was given. Expected was a ClusterPlan, or a function that makes one. Read a file with ClusterPlan.load"
+        )
+
+
+def _given(plan: ClusterPlan | MakePlan, recipe: Recipe, example: Batch, ranks: Rendezvous) -> ClusterPlan:
+    """The plan of an argument: itself, or what the function makes."""
+    if isinstance(plan, ClusterPlan):
+        return plan
+    return ranks.on_each(lambda: plan(ranks.members, map_layers(recipe.build_model, example.of_samples(1))))
 
 
 def _begun(

@@ -66,8 +66,8 @@ class Search:
         degrees: Sequence[int] | None = None,
         shards: Sequence[int] = (),
     ) -> None:
-        self._cluster, self._costs, self._sends, self._deadline = cluster, costs, sends, deadline
-        self._batch, self._links = global_batch, Links(cluster)
+        self.cluster, self.costs, self.global_batch, self.sends = cluster, costs, global_batch, sends
+        self._deadline, self._links = deadline, Links(cluster)
         self.shaper = Shaper(cluster, costs)
         known = {row.micro_batch for row in costs.times}
         self.sizes = tuple(
@@ -108,13 +108,13 @@ class Search:
             self._try_counts(chosen)
             grids = sorted(
                 self._grids(units, types),
-                key=lambda row: row[0].seconds_of(-(-self._batch // (row[0].micro_batch * row[1]))),
+                key=lambda row: row[0].seconds_of(-(-self.global_batch // (row[0].micro_batch * row[1]))),
             )
             for row in grids[:_MOST_GRIDS] + [row for rows in _by_degree(grids) for row in rows[:_MOST_GRIDS]]:
                 self._try_counts([row])
         alone = sorted(
-            (shape for shape in shapes if not self._batch % shape.micro_batch),
-            key=lambda shape: shape.seconds_of(self._batch // shape.micro_batch),
+            (shape for shape in shapes if not self.global_batch % shape.micro_batch),
+            key=lambda shape: shape.seconds_of(self.global_batch // shape.micro_batch),
         )
         for shape in alone[:4]:
             self._try(self._shared((shape,)))
@@ -125,7 +125,7 @@ class Search:
         rooms, mosts = {}, {}
         for kind in sorted(kinds):
             sizes = sorted({unit.num_gpus for unit in units if (unit.gpu, unit.zone) == kind})
-            nodes = Counter(node.gpus for node in self._cluster.nodes if (node.gpu, node.zone) == kind)
+            nodes = Counter(node.gpus for node in self.cluster.nodes if (node.gpu, node.zone) == kind)
             for index, least in enumerate(sizes):
                 room = sum(number * _room(gpus, sizes[index:]) for gpus, number in nodes.items())
                 most = sum(number * (gpus // least) for gpus, number in nodes.items())
@@ -133,14 +133,14 @@ class Search:
                     rooms[kind, least] = room
                 if room >= (most + 1) * least:
                     mosts[kind, least] = most
-        return Counts({kind: self._counts[kind] for kind in kinds}, self._batch, rooms, mosts)
+        return Counts({kind: self._counts[kind] for kind in kinds}, self.global_batch, rooms, mosts)
 
     def _alike(self, units: Sequence[UnitType]) -> Iterator[Shape]:
         """Shapes of one type of unit."""
         for unit in units:
             most = min(self._units[unit], self.shaper.num_layers, _MOST_STAGES)
             for depth, size in itertools.product(_depths(most), self._sizes_for(unit)):
-                if depth * size > self._batch:
+                if depth * size > self.global_batch:
                     continue
                 for spread in (False, True) if depth > 1 else (False,):
                     shape = self.shaper.shape((unit,) * depth, size, spread=spread)
@@ -175,7 +175,7 @@ class Search:
             for numbers in self._numbers(kinds):
                 price = sum(worth[u.gpu, u.zone] * u.num_gpus * n for u, n in zip(kinds, numbers, strict=True))
                 for size in sorted({size for unit in kinds for size in self._sizes_for(unit)}):
-                    if sum(numbers) * size > self._batch or any(size % unit.shards for unit in kinds):
+                    if sum(numbers) * size > self.global_batch or any(size % unit.shards for unit in kinds):
                         continue
                     rate = sum(n / self.shaper.whole_s(u, size) for u, n in zip(kinds, numbers, strict=True))
                     samples = seconds * rate - (sum(numbers) - 1) * size  # slots that are equal, less the bubble
@@ -210,7 +210,7 @@ class Search:
                     continue
                 members = [u for u, total in zip(kinds, totals, strict=True) for _ in range(total // width)]
                 for size in sorted({size for unit in kinds for size in self._sizes_for(unit)}):
-                    if len(members) * size * width <= self._batch:
+                    if len(members) * size * width <= self.global_batch:
                         for shape in self._ordered(members, size, every_one=False):
                             yield shape, width
 
@@ -235,7 +235,7 @@ class Search:
     def _shared(self, shapes: Sequence[Shape]) -> Pipes | None:
         """The batch shared out so that the last pipeline ends earliest; each gets at least as many micro-batches as stages."""
         counts = [len(shape.stages) for shape in shapes]
-        left = self._batch - sum(shape.micro_batch * count for shape, count in zip(shapes, counts, strict=True))
+        left = self.global_batch - sum(shape.micro_batch * count for shape, count in zip(shapes, counts, strict=True))
         heap = [(shape.seconds_of(counts[index] + 1), index) for index, shape in enumerate(shapes)]
         heapq.heapify(heap)
         while left > 0 and heap:
@@ -252,10 +252,10 @@ class Search:
         if not pipes:
             return None
         if pipes not in self._seen:
-            plan = placed(self._cluster, pipes, model=self._costs.model)
+            plan = placed(self.cluster, pipes, model=self.costs.model)
             found = None
             if plan is not None:
-                timeline = simulate(plan, self._cluster, self._costs, sends=self._sends, links=self._links)
+                timeline = simulate(plan, self.cluster, self.costs, sends=self.sends, links=self._links)
                 found = Found(pipes, plan, timeline)
                 self.found.append(found)
                 self.first_at = min(self.first_at, time.monotonic())
@@ -335,15 +335,15 @@ class Search:
     def why_nothing(self, units: Sequence[UnitType]) -> str:
         """An error's text, with what the model's states take and the GPUs have."""
         unit = units[0]
-        whole = self._costs.sums(unit.gpu, unit.tp, self.sizes[0]).stage(0, self.shaper.num_layers)
-        states_bytes = memory_of(whole, self._costs, 0).states_bytes * unit.tp
-        has_bytes = sum(count * self._cluster.gpu(gpu).memory_bytes for (gpu, _), count in self._counts.items())
+        whole = self.costs.sums(unit.gpu, unit.tp, self.sizes[0]).stage(0, self.shaper.num_layers)
+        states_bytes = memory_of(whole, self.costs, 0).states_bytes * unit.tp
+        has_bytes = sum(count * self.cluster.gpu(gpu).memory_bytes for (gpu, _), count in self._counts.items())
         types = ", ".join(f"{count} x {gpu}" for (gpu, _), count in sorted(self._counts.items()))
         shares = ", and shards equal parts of it" if any(unit.shards > 1 for unit in units) else ""
         return (
-            f"{self._costs.model} does not fit on {types}, with every layer recomputed. Expected was a pipeline of these GPUs"
+            f"{self.costs.model} does not fit on {types}, with every layer recomputed. Expected was a pipeline of these GPUs"
             " that holds"
-            f" the model and {self._batch} samples a step: its weights, gradients and optimizer states take"
+            f" the model and {self.global_batch} samples a step: its weights, gradients and optimizer states take"
             f" {format_bytes(states_bytes)}, and these GPUs have {format_bytes(has_bytes)}. Add GPUs or nodes, or"
             f" give a larger batch (a pipeline takes a micro-batch for each stage{shares}), shorter samples, or more GPUs a unit"
         )

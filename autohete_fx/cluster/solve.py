@@ -118,28 +118,8 @@ def plan_cluster(
     """
     began = time.monotonic()
     search = Search(cluster, costs, global_batch, micro_batches, sends, began + time_limit_s, degrees, shards)
-    known = search.known
-    if not known:
-        raise ClusterError(
-            f"there are no costs of {costs.model} on any GPU of the cluster, {sorted({node.gpu for node in cluster.nodes})}."
-            " Expected was"
-            " at least one. Measure or price it there"
-        )
-    groups = [[u for u in known if u.tp == tp] for tp in sorted({u.tp for u in known})] if symmetric_tp else [known]
-    whole = [[u for u in units if u.shards == 1] for units in groups]
-    sharded = [units for units in groups if any(u.shards > 1 for u in units)]
-    best: _Timed | None = None
-    bounds: list[float] = []
-    for each in (whole, sharded):
-        bounds += [search.run(units) for units in each]
-        if each and search.found:
-            best = search.best()
-    best = _with_grid(best, search, cluster, costs, global_batch, sends)
-    best = _with_every(best, search, cluster, costs, global_batch, sends, [*whole, *sharded])
-    if best is None:
-        raise ClusterError(search.why_nothing(known))
-    plan, timeline = best
-    plan, moves = replace(plan, iteration_s=timeline.iteration_s), ""
+    plan, timeline, model_bound_s = _fastest(search, symmetric_tp=symmetric_tp)
+    moves = ""
     if moving is not None:
         solve = functools.partial(
             plan_cluster,
@@ -152,14 +132,14 @@ def plan_cluster(
             sends=sends,
             time_limit_s=time_limit_s / 2,
         )
-        chosen = _nearest(plan, search, cluster, costs, moving, solve)
+        chosen = _nearest(plan, search, moving, solve)
         plan, moves = chosen.plan, chosen.line
         timeline = simulate(plan, cluster, costs, sends=sends)
     return Solution(
         plan=plan,
         timeline=timeline,
-        model_bound_s=min(bounds) if math.isfinite(min(bounds)) else None,
-        compute_bound_s=compute_bound(cluster, costs, search.shaper, known, global_batch, search.sizes),
+        model_bound_s=model_bound_s,
+        compute_bound_s=compute_bound(cluster, costs, search.shaper, search.known, global_batch, search.sizes),
         num_shapes=search.num_shapes,
         num_simulated=search.num_simulated,
         solve_s=time.monotonic() - began,
@@ -169,31 +149,55 @@ def plan_cluster(
     )
 
 
-def _with_grid(
-    best: _Timed | None, search: Search, cluster: Cluster, costs: CostTable, global_batch: int, sends: Sends
-) -> _Timed | None:
+def _fastest(search: Search, *, symmetric_tp: bool) -> tuple[ClusterPlan, Timeline, float | None]:
+    """The fastest plan with its simulated step, and the bound of the integer programs; None: they found no plan."""
+    known = search.known
+    if not known:
+        gpus = sorted({node.gpu for node in search.cluster.nodes})
+        raise ClusterError(
+            f"there are no costs of {search.costs.model} on any GPU of the cluster, {gpus}. Expected was at least one. Measure or"
+            " price it there"
+        )
+    groups = [[u for u in known if u.tp == tp] for tp in sorted({u.tp for u in known})] if symmetric_tp else [known]
+    whole = [[u for u in units if u.shards == 1] for units in groups]
+    sharded = [units for units in groups if any(u.shards > 1 for u in units)]
+    best: _Timed | None = None
+    bounds: list[float] = []
+    for each in (whole, sharded):
+        bounds += [search.run(units) for units in each]
+        if each and search.found:
+            best = search.best()
+    best = _with_every(_with_grid(best, search), search, [*whole, *sharded])
+    if best is None:
+        raise ClusterError(search.why_nothing(known))
+    plan, timeline = best
+    bound_s = min(bounds)
+    return replace(plan, iteration_s=timeline.iteration_s), timeline, bound_s if math.isfinite(bound_s) else None
+
+
+def _with_grid(best: _Timed | None, search: Search) -> _Timed | None:
     """The best plan so far, or the grid in proportion to speed where that is faster."""
-    grid = proportional_grid(cluster, costs, global_batch)
+    grid = proportional_grid(search.cluster, search.costs, search.global_batch)
     if grid and search.allows(grid, search.known) and (best is None or grid.iteration_s < best[1].iteration_s):
-        return replace(grid, planner="autohete"), simulate(grid, cluster, costs, sends=sends)
+        plan = replace(grid, planner="autohete")
+        return plan, simulate(grid, search.cluster, search.costs, sends=search.sends)
     return best
 
 
-def _with_every(
-    best: _Timed | None,
-    search: Search,
-    cluster: Cluster,
-    costs: CostTable,
-    global_batch: int,
-    sends: Sends,
-    groups: Sequence[Sequence[UnitType]],
-) -> _Timed | None:
+def _with_every(best: _Timed | None, search: Search, groups: Sequence[Sequence[UnitType]]) -> _Timed | None:
     """The best plan so far, or a faster one among all plans of a small cluster, each group of units by itself."""
+    cluster = search.cluster
     least = {unit.gpu: min(other.num_gpus for other in search.known if other.gpu == unit.gpu) for unit in search.known}
     if sum(node.gpus // least[node.gpu] for node in cluster.nodes if node.gpu in least) > MOST_UNITS:
         return best
     every = Every(
-        cluster, costs, search.shaper, Links(cluster), global_batch=global_batch, sizes=search.sizes, sends=sends
+        cluster,
+        search.costs,
+        search.shaper,
+        Links(cluster),
+        global_batch=search.global_batch,
+        sizes=search.sizes,
+        sends=search.sends,
     )
     for units in groups:
         best = every.fastest(units, best[1].iteration_s if best else math.inf) or best
@@ -201,21 +205,15 @@ def _with_every(
     return best
 
 
-def _nearest(
-    plan: ClusterPlan,
-    search: Search,
-    cluster: Cluster,
-    costs: CostTable,
-    moving: Moving,
-    solve: Callable[[Cluster], Solution],
-) -> Nearest:
+def _nearest(plan: ClusterPlan, search: Search, moving: Moving, solve: Callable[[Cluster], Solution]) -> Nearest:
     """The plan that does the most until nodes change, of this one, those that were simulated, and that of nodes with states."""
+    cluster = search.cluster
     others = [replace(found.plan, iteration_s=found.timeline.iteration_s) for found in search.found]
     keeping = tuple(node for node in cluster.nodes if moving.held.get(node.name))
     if 0 < len(keeping) < len(cluster.nodes):
         with contextlib.suppress(ClusterError):  # raised where these alone do not hold the model
             others.append(solve(replace(cluster, nodes=keeping)).plan)
-    return nearest([plan, *others], cluster, costs, moving)
+    return nearest([plan, *others], cluster, search.costs, moving)
 
 
 def idle_of(plan: ClusterPlan, cluster: Cluster, simulated: Sequence[tuple[ClusterPlan, float]]) -> tuple[Idle, ...]:
