@@ -257,3 +257,54 @@ def test_ranks_that_are_left_alone_do_not_wait_for_ever(tmp_path: Path):
     assert ran[0].startswith("ShardError: ranks that hold a model ran different graphs of it at a time"), ran[0]
     assert "elsewhere one that is to be compiled. Expected was" in ran[0], ran[0]
     assert ran[1].startswith("CollectiveError: a collective over the ranks that hold the model failed"), ran[1]
+
+
+class Normed(Checked):
+    """With a small parameter, whose gradient the step averages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(128).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+def leaves_out(what: str, rank: int) -> None:
+    """What ranks are told where one leaves out the backward or the step of a batch, and seconds until then."""
+    model = autohete_fx.shard(Normed(), mesh())
+    optimizer = autohete_fx.AdamW(model.parameters())
+    model.compile(**backend())
+    told = ""
+    for step in range(4):
+        is_left_out = step == 1 and dist.get_rank() == rank
+        began = time.monotonic()
+        try:
+            loss = model(torch.full((4, 128), 0.1 * (1 + step), dtype=torch.float64))
+            if not (is_left_out and what == "backward"):
+                loss.backward()
+            if not (is_left_out and what == "step"):
+                optimizer.step()
+            optimizer.zero_grad()
+        except ShardError as error:
+            told = str(error)
+            break
+    print(json.dumps([told, step, time.monotonic() - began]), flush=True)
+    store: Any = meeting()
+    store.set(f"done {dist.get_rank()}", "")
+    store.wait(["done 0", "done 1"])
+    os._exit(0)
+
+
+@pytest.mark.parametrize("what", ["backward", "step"])
+def test_a_rank_that_leaves_out_a_backward_or_a_step_is_named_at_once(tmp_path: Path, what: str):
+    first, second = ranks.run("tests.dist.test_shard_failures.leaves_out", tmp_path, what, 1)
+    ahead, other = (
+        ("this rank", "rank 1"),
+        ("rank 0", "this rank"),
+    )  # of those that left out a backward, and those that ran it
+    if what == "backward":
+        ahead, other = ("rank 1", "this rank"), ("this rank", "rank 0")
+    for (told, _, seconds), (stepped, ran) in zip((first, second), (ahead, other), strict=True):
+        assert f"{stepped} went on to the optimizer's step without a forward or backward that {ran} runs" in told, told
+        assert "Let all of them run as many forwards, backwards and steps" in told and seconds < 60, (told, seconds)

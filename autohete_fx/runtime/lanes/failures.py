@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from autohete_fx.errors import CollectiveError
 from autohete_fx.internals.groups import meeting
+from autohete_fx.runtime.lanes.positions import diverged
 
 Group = dist.ProcessGroup
 
@@ -67,6 +68,14 @@ def raise_known(among: Group | None) -> None:
         raise _error(failure) from None
 
 
+def raise_diverged(among: Group | None) -> None:
+    """Raise CollectiveError where a rank of ``among`` is known to wait for another collective than this one, for ever."""
+    if words := diverged(among):
+        raise _collective_error(
+            words, "Let all of them run as many forwards, backwards and steps, also where a batch is left out"
+        ) from None
+
+
 @dataclass(frozen=True, slots=True)
 class _Failure:
     """Why the collectives of a rank may not end.
@@ -85,16 +94,19 @@ class _Failure:
 
 
 def _error(failure: _Failure | None, error: RuntimeError | None = None) -> CollectiveError:
-    if (job := _job()) is not None:
-        job.is_told = True
     who = "the other ranks' output for the one that failed first"
     why = [] if error is None else [str(error)]
     if failure is not None:
         who, why = f"the output of rank {failure.rank}", [f"rank {failure.rank} {failure.text}", *why]
-    reason = ": ".join(why)
+    return _collective_error(": ".join(why), f"Look at {who}, and start all of them again")
+
+
+def _collective_error(reason: str, advice: str) -> CollectiveError:
+    if (job := _job()) is not None:
+        job.is_told = True
     return CollectiveError(
         f"a collective over the ranks that hold the model failed: {reason}. Expected was that all of them run the same step"
-        f" until it ends. Look at {who}, and start all of them again",
+        f" until it ends. {advice}",
         reason=reason,
     )
 

@@ -7,13 +7,14 @@ the rank for which it failed (`failures`).
 
 import datetime
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from autohete_fx.runtime.lanes.failures import Group, named_failures, raise_known
+from autohete_fx.runtime.lanes.failures import Group, named_failures, raise_diverged, raise_known
 
 
 class Work(Protocol):
@@ -59,7 +60,7 @@ def all_reduce(tensor: torch.Tensor, group: Group, op: Any = dist.ReduceOp.SUM, 
 
 
 def _wait(work: Work, among: Group | None) -> None:
-    while True:
+    for looks in itertools.count(1):
         try:
             work.wait(_LOOK_EVERY)
             return
@@ -68,3 +69,5 @@ def _wait(work: Work, among: Group | None) -> None:
                 work.wait()  # raises what was wrong, if that was not the timeout
                 return
             raise_known(among)
+            if looks & (looks - 1) == 0:  # ever less often: of many ranks each would look at all others
+                raise_diverged(among)

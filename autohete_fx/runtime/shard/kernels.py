@@ -17,9 +17,9 @@ from torch import Tensor
 from autohete_fx.graph.collectives import gather, library, reduce, result_of
 from autohete_fx.internals import versions
 from autohete_fx.runtime.lanes.net import Work, run_collective
+from autohete_fx.runtime.lanes.positions import note_collective
 from autohete_fx.runtime.session import session_by_digest
 from autohete_fx.runtime.shard.ranks import ranks_by_digest
-from autohete_fx.runtime.shard.same_call import note_issued
 
 _all_gather = versions.named(dist, versions.ALL_GATHER)
 _reduce_scatter = versions.named(dist, versions.REDUCE_SCATTER)
@@ -28,7 +28,7 @@ _reduce_scatter = versions.named(dist, versions.REDUCE_SCATTER)
 def gather_into(whole: Tensor, shard: Tensor, group: str) -> None:
     """Make a tensor what the ranks of a digest hold shards of. All of them call it."""
     shard, ranks = shard.contiguous(), ranks_by_digest(group)
-    note_issued(ranks)
+    note_collective(ranks.control)
     start = functools.partial(_all_gather, whole, shard, group=ranks.group, async_op=True)
     run_collective(lambda: [start()], ranks.control, on_cpu=shard.device.type == "cpu")
 
@@ -42,7 +42,7 @@ def _gather(shard: Tensor, num_ranks: int, group: str) -> Tensor:
 def _reduce(grad: Tensor, num_ranks: int, group: str) -> Tensor:
     mine, grad, ranks = result_of(reduce, grad, num_ranks), grad.contiguous(), ranks_by_digest(group)
     over = ranks.reduces
-    note_issued(ranks)
+    note_collective(ranks.control)
     if grad.device.type == "cpu":
         run_collective(lambda: [_ReduceOfCopy([mine], [grad], over)], ranks.control, on_cpu=True)
     else:
@@ -56,7 +56,7 @@ def _issue_gather(
 ) -> Tensor:
     shards, wholes = [shard.contiguous() for shard in src], [result_of(gather, shard, num_ranks) for shard in src]
     ranks, num_bytes = ranks_by_digest(group), _num_bytes(wholes)
-    note_issued(ranks)
+    note_collective(ranks.control)
     start, among = functools.partial(_start_gathers, wholes, shards, ranks.group), ranks.control
     return session_by_digest(session).issue_collective("gather", start, src, wholes, num_bytes=num_bytes, among=among)
 
@@ -70,7 +70,7 @@ def _issue_gather_once(
         wholes = [owner.wholes.memory_of(shard, num_ranks) for shard in src]
         start = functools.partial(_start_gathers, wholes, [shard.contiguous() for shard in src], ranks.group)
         num_bytes, among = _num_bytes(wholes), ranks.control
-        note_issued(ranks)
+        note_collective(ranks.control)
         found = wholes, owner.lanes.collective("gather", start, num_bytes=num_bytes, among=among)
         owner.wholes.keep(src, *found)
     return owner.note_issued(src, *found)
@@ -81,7 +81,7 @@ def _issue_reduce(
 ) -> Tensor:
     grads, mine = [grad.contiguous() for grad in src], [result_of(reduce, grad, num_ranks) for grad in src]
     ranks, num_bytes = ranks_by_digest(group), _num_bytes(grads)
-    note_issued(ranks)
+    note_collective(ranks.control)
     start, among = functools.partial(_start_reduces, mine, grads, ranks.reduces), ranks.control
     return session_by_digest(session).issue_collective("reduce", start, src, mine, num_bytes=num_bytes, among=among)
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from autohete_fx.errors import CollectiveError, ShardError
 from autohete_fx.runtime.lanes.failures import raise_known, tell_end, tell_refusal
 from autohete_fx.runtime.lanes.net import all_reduce
+from autohete_fx.runtime.lanes.positions import num_collectives
 from autohete_fx.runtime.pending.fence import tensors_in
 from autohete_fx.runtime.shard.parts import part_of
 from autohete_fx.runtime.shard.ranks import Ranks, ranks_by_digest
@@ -34,11 +35,6 @@ from autohete_fx.runtime.shard.ranks import Ranks, ranks_by_digest
 _NUM_TOLD = 3
 _COMPILES = 1
 """The number that stands for no graph yet. No digest of a graph is likely to be as small."""
-
-
-def note_issued(ranks: Ranks) -> None:
-    """A graph has issued a collective: ranks that fail alike have issued as many."""
-    _issued[ranks.control] = _issued.get(ranks.control, 0) + 1
 
 
 def check_all_compile(ranks: Ranks, sizes: Sequence[tuple[int, ...]]) -> None:
@@ -69,8 +65,6 @@ def check_all_compile(ranks: Ranks, sizes: Sequence[tuple[int, ...]]) -> None:
 _FAILED = 1 << 60
 """Added to the number of a graph by a rank whose last forward or backward raised."""
 _MANY = 1_000_003
-_issued: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
-"""By the ranks' group for values, how many collectives of graphs this rank has issued."""
 _ended: "weakref.WeakSet[dist.ProcessGroup]" = weakref.WeakSet()
 """Those whose other ranks were told that this one runs no more."""
 _failures: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[str, bool]]" = weakref.WeakKeyDictionary()
@@ -119,7 +113,7 @@ class SameCall:
                 tell_end(error, ranks.control)
             raise error
         if failure:
-            number = _FAILED + (number + _issued[ranks.control] * _MANY) % _FAILED
+            number = _FAILED + (number + num_collectives(ranks.control) * _MANY) % _FAILED
         control, largest = ranks.control, _messages.send((number, -number, *told), ranks)
         del ranks
         if failure:
@@ -146,7 +140,9 @@ class SameCall:
         ranks = ranks_by_digest(self._digest)
         control, is_collective = ranks.control, isinstance(error, CollectiveError)
         words = error.reason if isinstance(error, CollectiveError) else error
-        is_counted = control in _issued and ranks.tensor_parallel is None  # graphs run collectives of their own there
+        is_counted = (
+            num_collectives(control) and ranks.tensor_parallel is None
+        )  # graphs run collectives of their own there
         _failures[control] = f"{type(error).__name__}: {words}", is_collective or not is_counted
         if isinstance(error, Exception) and not is_collective:
             tell_refusal(error, control)

@@ -20,6 +20,7 @@ from autohete_fx.errors import ShardError
 from autohete_fx.graph.ops import SMALLEST_COPY_BYTES
 from autohete_fx.runtime.lanes.failures import tell_refusal
 from autohete_fx.runtime.lanes.net import all_reduce
+from autohete_fx.runtime.lanes.positions import note_step
 from autohete_fx.runtime.shard import parts, state
 from autohete_fx.runtime.shard.parts import part_of
 from autohete_fx.runtime.tiers.host import is_home
@@ -95,6 +96,8 @@ def prepare(params: Iterable[Tensor]) -> None:
         ShardError: a gradient was written to since backward, or a shard whose block is replicated.
     """
     params = list(params)
+    for control in {part.ranks.control for param in params if (part := part_of(param)) is not None}:
+        note_step(control)
     check_unwritten()
     _refuse(parts.written_since_backward(params), "step()")
     note_change()
