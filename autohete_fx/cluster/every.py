@@ -32,7 +32,7 @@ MOST_UNITS = 5
 """A cluster with so many units of the fewest GPUs has all its plans tried."""
 _MOST_CUTS = 130
 """Divisions of the layers of a pipeline that are all tried; eight layers have 35 at most, ten have 126."""
-_MOST_WORK = 400_000
+MOST_WORK = 400_000
 """Passes of stages that are simulated, and pipelines that are bounded, before the search ends."""
 
 _Order = tuple[tuple[str, UnitType], ...]
@@ -93,17 +93,17 @@ class Every:
         self._left, self._limit_s = 0, math.inf
         self.num_simulated = 0
 
-    def fastest(self, units: Sequence[UnitType], seconds: float) -> tuple[ClusterPlan, Timeline] | None:
-        """The fastest plan of such units that takes less than so many seconds."""
-        best, seen, self._limit_s, self._left = None, set(), seconds, _MOST_WORK
+    def fastest(
+        self, units: Sequence[UnitType], seconds: float, most_work: int = MOST_WORK
+    ) -> tuple[ClusterPlan, Timeline] | None:
+        """The fastest plan of such units that takes less than so many seconds, as far as the work goes."""
+        best, seen, self._limit_s, self._left = None, set(), seconds, most_work
         for orders in self._pipelines(units):
             key = tuple(sorted(orders))
             if key in seen:
                 continue
             seen.add(key)
-            for plan, bound_s in self._plans(key):
-                if bound_s + last_sums_s(plan, sums_of(plan, self._costs, self._links)) >= self._limit_s:
-                    continue
+            for plan in self._plans(key):
                 timeline = simulate(plan, self._cluster, self._costs, sends=self._sends, links=self._links)
                 self.num_simulated += 1
                 self._left -= sum(2 * len(pipe.stages) * pipe.micro_batches for pipe in plan.pipelines)
@@ -141,8 +141,8 @@ class Every:
 
         yield from extended([], ())
 
-    def _plans(self, orders: Sequence[_Order]) -> Iterator[tuple[ClusterPlan, float]]:
-        """Plans of these pipelines whose bound is below the limit, with it."""
+    def _plans(self, orders: Sequence[_Order]) -> Iterator[ClusterPlan]:
+        """Plans of these pipelines whose bound is below the limit."""
         options = [self._bounds(order) for order in orders]
         self._left -= len(orders)
         ways = [[(pipe, most) for pipe in pipes if (most := pipe.most(self._limit_s))] for pipes in options]
@@ -156,11 +156,16 @@ class Every:
             if self._left < 0:
                 return
             pipes = [pipe for pipe, _ in chosen]
+            update_s, sums_s = max(pipe.cut.update_s for pipe in pipes), None
             for counts in self._shares(pipes, self._batch):
-                bound_s = max(pipe.least_s(count) for pipe, count in zip(pipes, counts, strict=True))
-                bound_s += max(pipe.cut.update_s for pipe in pipes)
-                if bound_s < self._limit_s:
-                    yield self._plan(orders, pipes, counts), bound_s
+                passes_s = max(pipe.least_s(count) for pipe, count in zip(pipes, counts, strict=True))
+                if passes_s + update_s + (sums_s or 0.0) >= self._limit_s:
+                    continue
+                plan = self._plan(orders, pipes, counts)
+                if sums_s is None:  # whatever the counts are
+                    sums_s = last_sums_s(plan, sums_of(plan, self._costs, self._links))
+                if passes_s + update_s + sums_s < self._limit_s:
+                    yield plan
 
     def _shares(self, pipes: Sequence[_Bounded], left: int) -> Iterator[tuple[int, ...]]:
         """Every way to share so many samples out."""

@@ -229,8 +229,12 @@ class Search:
         return max(low_s, min((shape.seconds_of(1) for shape, _ in chosen), default=1.0))
 
     def _try_counts(self, chosen: Sequence[tuple[Shape, int]]) -> None:
-        if chosen:
-            self._try(self._shared([shape for shape, n in chosen for _ in range(n)]))
+        """Simulate these pipelines, the fastest of them where the batch has too few samples for all."""
+        shapes = sorted((shape for shape, n in chosen for _ in range(n)), key=lambda shape: shape.seconds_of(1))
+        while sum(shape.micro_batch * len(shape.stages) for shape in shapes) > self.global_batch:
+            shapes.pop()
+        if shapes:
+            self._try(self._shared(shapes))
 
     def _shared(self, shapes: Sequence[Shape]) -> Pipes | None:
         """The batch shared out so that the last pipeline ends earliest; each gets at least as many micro-batches as stages."""
@@ -277,6 +281,13 @@ class Search:
         starts = {id(found): found for found in (*self.found[:3], *sharded[:3])}
         best = min(map(self._improved, starts.values()), key=lambda found: found.timeline.iteration_s)
         return best.plan, best.timeline
+
+    def take(self, other: "Search") -> None:
+        """Add to its own plans what another search has found on some of the nodes."""
+        self.found += other.found
+        self.num_shapes += other.num_shapes
+        self.num_simulated += other.num_simulated
+        self.first_at = min(self.first_at, other.first_at)
 
     def _improved(self, found: Found) -> Found:
         for _ in range(_ROUNDS):

@@ -18,19 +18,23 @@ hold shards come after all others: they can only add to these.
 The model's time leaves out what only events show: shared ports, exact sums of gradients, stages that wait. All candidates are
 therefore simulated (`place` puts units on nodes), and the best ones improved under the simulator. Layers move between
 neighbours, micro-batches between pipelines, pipelines leave. The best grid in proportion to speed is a candidate, too. On clusters
-of a few GPUs every plan is a candidate (`every`).
+of a few GPUs every plan is a candidate (`every`), and on larger ones every plan of some of their nodes. Nodes of a kind
+that have one number of GPUs may do better without those that have another, and are searched alone, too: gradients between nodes
+take longer.
 """
 
 import contextlib
 import functools
+import itertools
 import math
+import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.events import Sends
-from autohete_fx.cluster.every import MOST_UNITS, Every
+from autohete_fx.cluster.every import MOST_UNITS, MOST_WORK, Every
 from autohete_fx.cluster.grids import proportional_grid
 from autohete_fx.cluster.links import Links
 from autohete_fx.cluster.moving import Moving, Nearest, nearest
@@ -38,7 +42,7 @@ from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.search import Search
 from autohete_fx.cluster.shapes import Shaper, UnitType
 from autohete_fx.cluster.simulate import Timeline, simulate
-from autohete_fx.cluster.spec import Cluster
+from autohete_fx.cluster.spec import Cluster, Node
 from autohete_fx.errors import ClusterError
 
 _Timed = tuple[ClusterPlan, Timeline]
@@ -117,8 +121,18 @@ def plan_cluster(
         ClusterError: nothing fits.
     """
     began = time.monotonic()
-    search = Search(cluster, costs, global_batch, micro_batches, sends, began + time_limit_s, degrees, shards)
-    plan, timeline, model_bound_s = _fastest(search, symmetric_tp=symmetric_tp)
+    make = functools.partial(
+        Search,
+        costs=costs,
+        global_batch=global_batch,
+        sizes=micro_batches,
+        sends=sends,
+        deadline=began + time_limit_s,
+        degrees=degrees,
+        shards=shards,
+    )
+    search = make(cluster)
+    plan, timeline, model_bound_s = _fastest(search, make, symmetric_tp=symmetric_tp)
     moves = ""
     if moving is not None:
         solve = functools.partial(
@@ -139,7 +153,7 @@ def plan_cluster(
         plan=plan,
         timeline=timeline,
         model_bound_s=model_bound_s,
-        compute_bound_s=compute_bound(cluster, costs, search.shaper, search.known, global_batch, search.sizes),
+        compute_bound_s=_bound_s(search, cluster),
         num_shapes=search.num_shapes,
         num_simulated=search.num_simulated,
         solve_s=time.monotonic() - began,
@@ -149,30 +163,73 @@ def plan_cluster(
     )
 
 
-def _fastest(search: Search, *, symmetric_tp: bool) -> tuple[ClusterPlan, Timeline, float | None]:
-    """The fastest plan with its simulated step, and the bound of the integer programs; None: they found no plan."""
-    known = search.known
-    if not known:
+def _fastest(
+    search: Search, make: Callable[[Cluster], Search], *, symmetric_tp: bool
+) -> tuple[ClusterPlan, Timeline, float | None]:
+    """The fastest plan with its simulated step, and the bound of the integer programs; None: they found no plan.
+
+    Args:
+        make: a search of other nodes for the same.
+    """
+    if not search.known:
         gpus = sorted({node.gpu for node in search.cluster.nodes})
         raise ClusterError(
             f"there are no costs of {search.costs.model} on any GPU of the cluster, {gpus}. Expected was at least one. Measure or"
             " price it there"
         )
+    best, bound_s = _searched(search, symmetric_tp=symmetric_tp)
+    best = _with_grid(best, search)
+    for nodes in _without_a_size(search.cluster):
+        if best is None or _bound_s(search, nodes) < best[1].iteration_s:
+            fewer = make(nodes)
+            tried, _ = _searched(fewer, symmetric_tp=symmetric_tp)
+            best = min(filter(None, (best, tried)), key=_step_s, default=None)
+            search.take(fewer)
+    whole, sharded = _groups(search, symmetric_tp=symmetric_tp)
+    best = _with_every(best, search, [*whole, *sharded])
+    if best is None:
+        raise ClusterError(search.why_nothing(search.known))
+    plan, timeline = best
+    # Programs count gradient sums between nodes, which a plan on one node has not.
+    return (
+        replace(plan, iteration_s=timeline.iteration_s),
+        timeline,
+        bound_s if bound_s <= timeline.iteration_s else None,
+    )
+
+
+def _step_s(timed: _Timed) -> float:
+    return timed[1].iteration_s
+
+
+def _groups(search: Search, *, symmetric_tp: bool) -> tuple[list[list[UnitType]], list[list[UnitType]]]:
+    """Units that plans are made of: those without shards, and those with them."""
+    known = list(search.known)
     groups = [[u for u in known if u.tp == tp] for tp in sorted({u.tp for u in known})] if symmetric_tp else [known]
     whole = [[u for u in units if u.shards == 1] for units in groups]
-    sharded = [units for units in groups if any(u.shards > 1 for u in units)]
-    best: _Timed | None = None
-    bounds: list[float] = []
-    for each in (whole, sharded):
-        bounds += [search.run(units) for units in each]
-        if each and search.found:
+    return whole, [units for units in groups if any(u.shards > 1 for u in units)]
+
+
+def _searched(search: Search, *, symmetric_tp: bool) -> tuple[_Timed | None, float]:
+    """The best plan of a search, and the bound of its integer programs. Plans with shards come last, and only add to the others."""
+    best, bound_s = None, math.inf
+    for groups in _groups(search, symmetric_tp=symmetric_tp):
+        bound_s = min((bound_s, *map(search.run, groups)))
+        if groups and search.found:
             best = search.best()
-    best = _with_every(_with_grid(best, search), search, [*whole, *sharded])
-    if best is None:
-        raise ClusterError(search.why_nothing(known))
-    plan, timeline = best
-    bound_s = min(bounds)
-    return replace(plan, iteration_s=timeline.iteration_s), timeline, bound_s if math.isfinite(bound_s) else None
+    return best, bound_s
+
+
+def _without_a_size(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster without the nodes of a kind that have one number of GPUs, where others of that kind have another."""
+    for gpu, zone, size in sorted({(node.gpu, node.zone, node.gpus) for node in cluster.nodes}):
+        rest = tuple(node for node in cluster.nodes if (node.gpu, node.zone, node.gpus) != (gpu, zone, size))
+        if any((node.gpu, node.zone) == (gpu, zone) for node in rest):
+            yield replace(cluster, nodes=rest)
+
+
+def _bound_s(search: Search, cluster: Cluster) -> float:
+    return compute_bound(cluster, search.costs, search.shaper, search.known, search.global_batch, search.sizes)
 
 
 def _with_grid(best: _Timed | None, search: Search) -> _Timed | None:
@@ -185,24 +242,46 @@ def _with_grid(best: _Timed | None, search: Search) -> _Timed | None:
 
 
 def _with_every(best: _Timed | None, search: Search, groups: Sequence[Sequence[UnitType]]) -> _Timed | None:
-    """The best plan so far, or a faster one among all plans of a small cluster, each group of units by itself."""
-    cluster = search.cluster
-    least = {unit.gpu: min(other.num_gpus for other in search.known if other.gpu == unit.gpu) for unit in search.known}
-    if sum(node.gpus // least[node.gpu] for node in cluster.nodes if node.gpu in least) > MOST_UNITS:
-        return best
-    every = Every(
-        cluster,
-        search.costs,
-        search.shaper,
-        Links(cluster),
-        global_batch=search.global_batch,
-        sizes=search.sizes,
-        sends=search.sends,
-    )
-    for units in groups:
-        best = every.fastest(units, best[1].iteration_s if best else math.inf) or best
-    search.num_simulated += every.num_simulated
+    """The best plan so far, or a faster one among all plans of some nodes that hold few units, each group of units by itself."""
+    few_units = list(_few_units(search))
+    work = MOST_WORK if len(few_units) == 1 else MOST_WORK // 4 // max(1, len(few_units))
+    for nodes in few_units:
+        few = replace(search.cluster, nodes=nodes)
+        if best is not None and _bound_s(search, few) >= best[1].iteration_s:
+            continue
+        every = Every(
+            few,
+            search.costs,
+            search.shaper,
+            Links(few),
+            global_batch=search.global_batch,
+            sizes=search.sizes,
+            sends=search.sends,
+        )
+        for units in groups:
+            best = every.fastest(units, best[1].iteration_s if best else math.inf, work) or best
+        search.num_simulated += every.num_simulated
     return best
+
+
+def _few_units(search: Search) -> Iterator[tuple[Node, ...]]:
+    """Nodes of which all plans can be tried: all, or as many as hold few units. Of nodes that are alike the first are taken."""
+    least = {unit.gpu: min(other.num_gpus for other in search.known if other.gpu == unit.gpu) for unit in search.known}
+    alike: dict[tuple[str, str, int], list[Node]] = {}
+    for node in search.cluster.nodes:
+        if node.gpu in least:
+            alike.setdefault((node.gpu, node.zone, node.gpus), []).append(node)
+    units = [gpus // least[gpu] for gpu, _, gpus in alike]
+    every = [
+        range(min(len(nodes), MOST_UNITS // max(each, 1)) + 1)
+        for nodes, each in zip(alike.values(), units, strict=True)
+    ]
+    fitting = [
+        numbers for numbers in itertools.product(*every) if 0 < sum(map(operator.mul, numbers, units)) <= MOST_UNITS
+    ]
+    for numbers in sorted(fitting, key=sum, reverse=True):
+        if not any(other != numbers and all(map(operator.le, numbers, other)) for other in fitting):
+            yield tuple(node for nodes, count in zip(alike.values(), numbers, strict=True) for node in nodes[:count])
 
 
 def _nearest(plan: ClusterPlan, search: Search, moving: Moving, solve: Callable[[Cluster], Solution]) -> Nearest:

@@ -2,8 +2,8 @@
 
 Each rank counts, in the order of its program, the collectives of graphs that it issued and the optimizer's steps that it began. All
 ranks that hold a model go through the same pairs of numbers. One that has waited for a second writes its own where the ranks met,
-and looks for those of the others. Of two pairs on one way, none has one number greater and the other smaller. Where they are so, a
-rank has left out a backward or a step, or runs a forward by itself. Pairs of the past prove it as well.
+and looks for those of the others. Two pairs on one way never have one number greater and the other smaller. Where they have,
+a rank has left out a backward or a step, or runs a forward by itself. Pairs of the past prove it as well.
 """
 
 import contextlib
