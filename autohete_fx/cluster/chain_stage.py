@@ -113,7 +113,7 @@ class ChainStage(StageModule):
             self._inlet.received = None
         if self._last:
             return self._loss_of(out, batch)
-        return self._found.pop()
+        return self._found.pop().contiguous()  # messages have no strides
 
     def _enter(
         self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

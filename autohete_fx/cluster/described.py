@@ -10,10 +10,10 @@ Enter text; leaves a `Cluster`, whose figures are the device table's wherever th
      "usd_per_hour": {"a100-40g": 1.1},
      "memory_gib": {"h20": 90}}
 
-``nodes`` alone is needed. Rates are in 10^9 bytes a second. ``node_gb_per_s`` is what one GPU's adapter sends to other nodes.
-``within_gb_per_s`` is what one GPU sends to another of its node. ``zones_gb_per_s`` is what all GPUs of a node together send to
-another zone. A file of `doctor --cluster` has two entries more: ``devices``, a `DeviceSpec` of each type as it was measured,
-and ``links``, the `TimedLinks` between types. They count before the device table and the rates.
+``schema_version`` and ``nodes`` are needed. Rates are in 10^9 bytes a second. ``node_gb_per_s`` is what one GPU's adapter sends to
+other nodes. ``within_gb_per_s`` is what one GPU sends to another of its node. ``zones_gb_per_s`` is what all GPUs of a node send
+together to another zone. A file of `doctor --cluster` has two entries more: ``devices``, a `DeviceSpec` of each type as it was
+measured, and ``links``, the `TimedLinks` between types. They count before the device table and the rates.
 """
 
 import itertools
@@ -173,9 +173,10 @@ def _nodes(rows: list[Any], own: Mapping[str, DeviceSpec]) -> Iterator[Node]:
             raise ValueError(f"a node has the unknown entries {unknown}; expected some of {list(_NODE_KEYS)}")
         count, gpus = checked(row, "count", int) if "count" in row else 1, checked(row, "gpus", int)
         left -= count * gpus
-        if count < 1 or left < 0:
+        if min(count, gpus) < 1 or left < 0:
             raise ValueError(
-                f"count of {spec.name} is {count}; expected at least 1, and at most {MOST_GPUS} GPUs in the cluster"
+                f"{spec.name} has a count of {count} nodes of {gpus} GPUs; expected at least 1 of each, and at most {MOST_GPUS}"
+                " GPUs in the cluster"
             )
         zone, name = (checked(row, key, str) if key in row else "" for key in ("zone", "name"))
         for _ in range(count):

@@ -239,8 +239,13 @@ class Job:
                 note_gradient(param)
         if self.optimizer is not None:
             if self._recipe.learning_rate is not None:
+                rate = self._recipe.learning_rate(self.step)
+                if not isinstance(rate, (float, int)):
+                    raise ClusterError(
+                        f"learning_rate gave {rate!r} for step {self.step}. Expected was a number. Correct it"
+                    )
                 for group in self.optimizer.param_groups:
-                    group["lr"] = self._recipe.learning_rate(self.step)
+                    group["lr"] = rate
             self.optimizer.step()
             self.optimizer.zero_grad()
         return totals

@@ -80,6 +80,7 @@ def map_layers(build_model: BuildModel, batch: Batch) -> LayerMap:
     built, order = build_noting_order(build_model)
     model = in_training(built)
     _refuse_batch_norms(model)
+    _refuse_sparse_gradients(model)
     params, tied = dict(model.named_parameters()), _ties(model)
     shapes = {name: shape_of(param) for name, param in params.items()}
     frozen = frozenset(name for name, param in params.items() if not param.requires_grad)
@@ -145,6 +146,15 @@ def _refuse_batch_norms(model: nn.Module) -> None:
             raise ClusterError(
                 f"{name!r} of {type(model).__name__} is a {type(module).__name__}, whose statistics depend on which samples share"
                 " a micro-batch, and so on the plan. Expected were layers that treat each sample alone. Use LayerNorm or GroupNorm"
+            )
+
+
+def _refuse_sparse_gradients(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ClusterError(
+                f"{name!r} of {type(model).__name__} is a {type(module).__name__} with sparse=True. Expected were dense gradients,"
+                " which ranks can sum. Leave sparse=True out"
             )
 
 

@@ -116,6 +116,10 @@ class ClusterPlan:
                         f"pipeline {index} has a stage of {len(stage.layers)} layers that recomputes {stage.recomputed} and"
                         f" offloads {stage.offloaded}. Expected were from 0 to all of its layers. Correct the numbers"
                     )
+                if stage.tp < 1:
+                    raise ClusterError(
+                        f"pipeline {index} has a stage of {stage.tp} GPUs a layer. Expected was at least one. Correct tp"
+                    )
                 if stage.shards < 1 or pipeline.micro_batch % stage.shards:
                     raise ClusterError(
                         f"pipeline {index} has micro-batches of {pipeline.micro_batch} samples, and a stage of {stage.shards}"

@@ -11,6 +11,9 @@ node is lost, the others then read from the cloud that node's part alone. Other 
 Newer ones of earlier starts lacked a part when this start began. The last ``keep`` of them stay until they are passed, because a
 node that vanished may bring that part back.
 
+A file in each place names the start that saves there. One that finds another's name there ends, for each would remove the other's
+saves.
+
 While one rank cannot write, no save is committed there. Each other rank then removes its parts of such saves of this start, but for
 the newest one. A full disk of one node fills neither the others nor the cloud.
 """
@@ -32,6 +35,7 @@ from autohete_fx.cluster.damage import words_of
 from autohete_fx.cluster.pieces import Held, Piece
 from autohete_fx.cluster.states import States
 from autohete_fx.cluster.store import COMMITTED, IN_CLOUD, Place, Save, Store, taken
+from autohete_fx.errors import ClusterError
 
 log = logging.getLogger(__name__)
 
@@ -54,10 +58,15 @@ class _Writer:
         path: of the place.
         rank: this one.
         daemon: the process may end while a part is written, which then stays incomplete.
+        looks: this rank sees to it that no other start of the job saves there.
+
+    Attributes:
+        is_taken: a later start of the job saves there.
     """
 
-    def __init__(self, path: str, rank: int, *, daemon: bool) -> None:
-        self.path, self._rank, self._daemon = path, rank, daemon
+    def __init__(self, path: str, rank: int, *, daemon: bool, looks: bool) -> None:
+        self.path, self._rank, self._daemon, self._looks = path, rank, daemon, looks
+        self.is_taken, self._has_taken = False, False
         self._thread: threading.Thread | None = None
         self._began_s = 0.0
         self.save = Save(step=-1, generation="")
@@ -121,7 +130,14 @@ class _Writer:
     def _write(self, save: Save, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
         """`CheckpointException` is no Exception."""
         try:
-            Place(self.path).write(save, self._rank, tensors())
+            place = Place(self.path)
+            if self._looks and not self._has_taken:
+                place.take(save.generation)
+                self._has_taken = True
+            elif self._looks and place.owner() != save.generation:
+                self.is_taken = True
+                return
+            place.write(save, self._rank, tensors())
         except BaseException as error:
             self.error = (
                 f"rank {self._rank} could not save step {save.step} to {self.path!r}: {words_of(error)}. Expected was a place that"
@@ -180,8 +196,10 @@ class Saver:
         self._owned, self._held = tuple(owned), held
         self._about, self._cleans = about_entry(all_names, facts), cleans
         self._rank = dist.get_rank(group)
-        self._disk = _Writer(store.disk, self._rank, daemon=False)
-        self._cloud = None if store.cloud is None else _Writer(store.cloud, self._rank, daemon=True)
+        self._disk = _Writer(store.disk, self._rank, daemon=False, looks=cleans)
+        self._cloud = None
+        if store.cloud is not None:
+            self._cloud = _Writer(store.cloud, self._rank, daemon=True, looks=not self._rank)
         self._cloud_is_free = True
         self._committed: dict[bool, tuple[Save, ...]] = {False: (began,) if began else (), True: ()}
         self.saved = Saved()
@@ -220,13 +238,24 @@ class Saver:
             )
 
     def settle(self) -> Saved:
-        """Wait for this rank's save on its disk, hear of the others', remove what is old. Returns the committed steps."""
+        """Wait for this rank's save on its disk, hear of the others', remove what is old. Returns the committed steps.
+
+        Raises:
+            ClusterError: another start of the job saves in the store.
+        """
         self._disk.wait()
         # a cloud that is free has the same newest save on all ranks, since all left out the same ones
         free = self._cloud is None or not self._cloud.writes
-        mine = [self._disk.written, self._cloud.written if self._cloud else -1, free]
+        is_ours = not (self._disk.is_taken or (self._cloud is not None and self._cloud.is_taken))
+        mine = [self._disk.written, self._cloud.written if self._cloud else -1, free, is_ours]
         told = torch.tensor(mine, dtype=torch.float64)
         dist.all_reduce(told, dist.ReduceOp.MIN, group=self._group)
+        if not told[3]:
+            where = " or ".join(repr(path) for path in (self._store.disk, self._store.cloud) if path)
+            raise ClusterError(
+                f"another job, or a later start of this one, has begun to save in {where}. Expected was one at a time, as each"
+                " removes what the other has saved. End one of them, or give each a store"
+            )
         local, cloud, self._cloud_is_free = int(told[0]), int(told[1]), bool(told[2])
         self.saved = Saved(
             local=max(self.saved.local, local),

@@ -19,8 +19,7 @@ The model's time leaves out what only events show: shared ports, exact sums of g
 therefore simulated (`place` puts units on nodes), and the best ones improved under the simulator. Layers move between
 neighbours, micro-batches between pipelines, pipelines leave. The best grid in proportion to speed is a candidate, too. On clusters
 of a few GPUs every plan is a candidate (`every`), and on larger ones every plan of some of their nodes. Nodes of a kind
-that have one number of GPUs may do better without those that have another, and are searched alone, too: gradients between nodes
-take longer.
+that have one number of GPUs are searched without those that have another, too. Gradients between nodes take longer.
 """
 
 import contextlib

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from autohete_fx.cluster.batches import Batch, Shape
 from autohete_fx.cluster.layers import LayerMap
 from autohete_fx.cluster.tensor_parallel import take_gradient
+from autohete_fx.errors import ClusterError
 
 Loss = Callable[[Any, Any], Tensor]
 """A function of the output of the model and the batch: the mean over its samples."""
@@ -56,4 +57,10 @@ class StageModule(nn.Module, abc.ABC):
 
     def _loss_of(self, out: Any, batch: Batch) -> Tensor:
         """The loss's share of the global batch's mean."""
-        return self._share * self._loss(out, batch.original())
+        loss = self._loss(out, batch.original())
+        if not isinstance(loss, Tensor) or loss.dim():
+            given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise ClusterError(
+                f"loss gave {given}. Expected was a tensor without dimensions, the mean over the batch's samples. Correct loss"
+            )
+        return self._share * loss

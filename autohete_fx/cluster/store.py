@@ -10,6 +10,7 @@ parts that were cut off are never read.
     CLOUD/step-000000200-GENERATION/part-000003/      each rank, what it is the first owner of
     .../step-000000200-GENERATION/committed           empty: all parts were written there
     LOCAL/step-000000200-GENERATION/in-cloud          empty: and those in the cloud
+    .../owner                                         the generation that saves there
 
 A generation is one start of the job. Parts of two generations are never mixed: after a restart the same step may have been trained
 again by another plan, with other rounding.
@@ -44,6 +45,9 @@ _PART = re.compile(r"part-(\d+)")
 COMMITTED, IN_CLOUD = "committed", "in-cloud"
 """Marks of saves."""
 _METADATA = ".metadata"
+_OWNER = "owner"
+"""A file with the generation of the start that saves in a place."""
+_KEY = re.compile(r"(.+?)/(weight|state/[^/]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,6 +201,15 @@ class Place:
         except FileNotFoundError:
             return b""
 
+    def take(self, generation: str) -> None:
+        """Note which start of the job saves here from now on. Any error of the file system is raised."""
+        self._fs.makedirs(self._root, exist_ok=True)
+        self._fs.pipe_file(f"{self._root}/{_OWNER}", generation.encode())
+
+    def owner(self) -> str:
+        """The generation that `take` has noted last; "" where none was. Any error of the file system is raised."""
+        return self.file(_OWNER).decode(errors="replace")
+
     def mark(self, save: Save, mark: str) -> None:
         """Note that all ranks have written their parts of a save. Any error of the file system is raised."""
         self._fs.pipe_file(f"{self._root}/{save.folder}/{mark}", b"")
@@ -283,7 +296,7 @@ def taken(tensors: Mapping[str, Tensor], held: Piece, piece: Piece) -> dict[str,
         return dict(tensors)
     shape = tensors[f"{held.key}/weight"].shape
     return {
-        f"{piece.key}/{key.partition('/')[2]}": piece.of(tensor, held).clone() if tensor.shape == shape else tensor
+        f"{piece.key}/{_split(key)[1]}": piece.of(tensor, held).clone() if tensor.shape == shape else tensor
         for key, tensor in tensors.items()
     }
 
@@ -294,7 +307,7 @@ def joined(name: str, pieces: Sequence[Piece], found: Mapping[str, Mapping[str, 
     shape = found[first.key][f"{first.key}/weight"].shape
     made: dict[str, Tensor] = {}
     for key, tensor in found[first.key].items():
-        rest = key.partition("/")[2]
+        _, rest = _split(key)
         made[f"{name}/{rest}"] = tensor
         if tensor.shape == shape:
             made[f"{name}/{rest}"] = joined_tensor(
@@ -308,5 +321,11 @@ def _entries(metadata: Metadata) -> dict[str, tuple[Entry, ...]]:
     for key, about in metadata.state_dict_metadata.items():
         assert isinstance(about, TensorStorageMetadata), "parts have tensors alone"
         entry = Entry(key=key, sizes=tuple(about.size), dtype=about.properties.dtype)
-        found.setdefault(key.partition("/")[0], []).append(entry)
+        found.setdefault(_split(key)[0], []).append(entry)
     return {name: tuple(entries) for name, entries in found.items()}
+
+
+def _split(key: str) -> tuple[str, str]:
+    """A tensor's key, as its piece's and what it is of that. Names of modules may have slashes."""
+    found = _KEY.fullmatch(key)
+    return (found[1], found[2]) if found else (key.partition("/")[0], key.partition("/")[2])

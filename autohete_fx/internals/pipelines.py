@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from autohete_fx.errors import ClusterError
+
 PIPE_SPLIT = torch.ops.pippy._pipe_split.default
 """In a graph, where a model's forward calls `torch.distributed.pipelining.pipe_split`."""
 
@@ -37,9 +39,24 @@ class ToldStage(PipelineStage):
 
     Attributes:
         before_last: is called with the outputs of the forward pass whose backward that is.
+        hands_on: tensors shaped as those that the next stage receives.
     """
 
     before_last: Callable[[Sequence[Tensor]], None] | None = None
+    hands_on: Sequence[Tensor] = ()
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        """One forward pass. Raises ClusterError where it gives other shapes than the next stage waits for."""
+        output = super().forward_one_chunk(*args, **kwargs)
+        made = (output,) if isinstance(output, Tensor) else output
+        for mine, expected in zip(made, self.hands_on, strict=False):
+            if (mine.shape, mine.dtype) != (expected.shape, expected.dtype):
+                raise ClusterError(
+                    f"a stage hands on a tensor of shape {tuple(mine.shape)} and {mine.dtype}, where the example batch gave"
+                    f" {tuple(expected.shape)} and {expected.dtype}. Expected was one shape for all batches, because the next stage"
+                    " waits for as many bytes. Pad the batches of load to the example's length"
+                )
+        return output
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -53,7 +70,7 @@ class ToldStage(PipelineStage):
     def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
         """Compare what a next stage gets with what it expects. 2.11 would compare losses, whose dtype nobody knows ahead."""
         base: Any = super()
-        if not self.is_last:
+        if not self.is_last and not self.hands_on:
             base._validate_fwd_outputs(outputs)
 
 

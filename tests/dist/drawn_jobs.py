@@ -67,6 +67,17 @@ def exact(examples: int, steps: int, limit: float) -> list[Any]:
     return trained
 
 
+def of_another_length() -> str:
+    """What a rank is told of batches that are longer than the example."""
+    torch.set_default_dtype(torch.float64)
+    job = joined(plan_of([(1, 2, [2, 4])]))
+    try:
+        job.train_step(lambda samples: load(samples).repeat(1, 2))
+    except ClusterError as error:
+        return str(error)
+    return "nothing"
+
+
 def told(root: str) -> dict[str, Any]:
     """Losses of two jobs of one plan with dropout, and of one with another seed. In the last of them rank 2, which alone has its
     layers, is told to leave in its second step, and ranks 0 and 1 go on in a smaller job."""

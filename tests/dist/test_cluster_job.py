@@ -67,6 +67,13 @@ def test_plans_that_hypothesis_draws_equal_one_process(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_batches_of_another_length_are_told_by_the_stage_that_hands_them_on(tmp_path: Path):
+    first, second = run("tests.dist.drawn_jobs.of_another_length", tmp_path)
+    assert first.startswith("a stage hands on a tensor of shape (1, 12, ") and "Pad the batches of load" in first, first
+    assert "lost another rank in step 0" in second, second
+
+
+@pytest.mark.slow
 def test_dropout_draws_alike_and_a_rank_that_is_told_to_leave_hands_its_state_over(tmp_path: Path):
     (tmp_path / "root").mkdir()
     found = run("tests.dist.drawn_jobs.told", tmp_path, str(tmp_path / "root"), num_ranks=3)

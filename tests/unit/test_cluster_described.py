@@ -107,7 +107,7 @@ def test_short_forms_that_are_none(text, message):
             "node_gb_per_s of l40s is 0",
         ),
         ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": -1}]}, "-1 GPUs"),
-        ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1, "count": 0}]}, "count of l40s-48g is 0"),
+        ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1, "count": 0}]}, "l40s-48g has a count of 0 nodes"),
         ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 2, "count": 10**9}]}, "at most 16384 GPUs"),
         ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1, "zones": "a"}]}, r"unknown entries \['zones'\]"),
         ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1, "zone": 3}]}, "zone is 3; expected str"),

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,7 +35,25 @@ FAMILIES: dict[str, Callable[[], nn.Module]] = {
     "opt": lambda: hf.OPTForCausalLM(hf.OPTConfig(ffn_dim=48, word_embed_proj_dim=32, dropout=0.0, **SIZES)),
     "by hand, tied": lambda: without_dropout(GPT(3, tied=True)),
     "by hand, no list": lambda: without_dropout(NoList()),
+    "by hand, transposing": lambda: transposing(),
 }
+
+
+class Transposed(nn.Module):
+    """A layer whose output is not contiguous."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Tensor) -> Tensor:
+        return self.inner(*args).transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def transposing() -> nn.Module:
+    model = without_dropout(GPT(3, tied=True))
+    model.layers = nn.ModuleList(Transposed(layer) for layer in model.layers)
+    return model
 
 
 class NoList(nn.Module):
@@ -94,6 +113,7 @@ def test_stages_of_a_model_have_its_loss_and_its_gradients(
     for stage in stages:
         stage.reads(batch)
         out = stage(*received, **{f"batch_{name}": tensor for name, tensor in names.items()})
+        assert out.is_contiguous()
         passed.append((out, received))
         received = (out.detach().requires_grad_(),)
     assert torch.equal(passed[-1][0], expected)
@@ -112,6 +132,19 @@ def test_stages_of_a_model_have_its_loss_and_its_gradients(
             else torch.allclose(sum(parts), param.grad, 0, 1e-15)
         )
     assert all(len(stage.held) < len(params) for stage in stages), "no stage holds the model"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [(torch.ones(1), "a tensor of shape (1,)"), (None, "a NoneType"), ((torch.ones(()),), "a tuple")],
+)
+def test_a_loss_that_is_no_number_is_told(given: object, words: str):
+    build, batch = FAMILIES["by hand, tied"], batch_of({"ids": IDS})
+    layer_map = map_layers(build, batch)
+    stage = build_stage(build, layer_map, range(5), loss=lambda *_: given, share=1.0, device=CPU, seed=11)  # pyright: ignore
+    stage.reads(batch)
+    with pytest.raises(ClusterError, match=re.escape(f"loss gave {words}. Expected was a tensor without dimensions")):
+        stage(batch_ids=IDS)
 
 
 class Skips(nn.Module):
@@ -185,6 +218,10 @@ class SharesBias(nn.Module):
         (
             lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
             "'1' of Sequential is a BatchNorm1d, whose statistics",
+        ),
+        (
+            lambda: nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)),
+            "'0' of Sequential is a Embedding with sparse=True",
         ),
         (lambda: 3, "build_model returned int"),
     ],

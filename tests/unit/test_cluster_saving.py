@@ -344,3 +344,47 @@ def test_a_part_on_a_disk_that_cannot_be_listed_counts_as_absent(tmp_path: Path,
     monkeypatch.setattr(LocalFileSystem, "ls", fails)
     disk = OwnDisk(f"{tmp_path}")
     assert not disk.saves and disk.troubles == {f"{tmp_path}": "[Errno 5] Input/output error"}
+
+
+@pytest.mark.parametrize("where", ["disk", "cloud"])
+def test_a_start_whose_store_another_one_saves_in_ends(tmp_path: Path, where: str):
+    """And a start after it goes on there."""
+
+    def saver(generation: str) -> Saver:
+        store = Store(
+            local=f"{tmp_path}/{generation if where == 'cloud' else 'disk'}",
+            cloud=f"{tmp_path}/cloud" if where == "cloud" else None,
+            every=1,
+            cloud_every=1,
+        )
+        return Saver(store, generation, None, owned=[W], held={"w": W}, all_names=["w"], cleans=True)
+
+    states = {W: {"w/weight": torch.ones(2)}}
+    with fake_default_group(1):
+        first, second = saver("first"), saver("second")
+        first.save(1, states, cloud=True)
+        first.drain()
+        second.save(2, states, cloud=True)
+        assert second.drain().local == 2
+        with pytest.raises(ClusterError, match=r"another job, or a later start of this one, has begun to save in"):
+            first.save(3, states, cloud=True)
+            first.drain()
+        third = saver("third")
+        third.save(4, states, cloud=True)
+        assert third.drain().local == 4
+    assert [save.step for save in Place(f"{tmp_path}/{where}").saves()][-2:] == [2, 4]
+
+
+def test_names_of_parameters_may_have_slashes(tmp_path: Path):
+    name = "layers.a/b.state/c.weight"
+    tensors = {f"{name}/weight": torch.arange(4.0), f"{name}/state/exp_avg": torch.ones(4)}
+    place, save = Place(str(tmp_path)), Save(step=1, generation="g")
+    place.write(save, 0, tensors)
+    parts = place.parts(save)
+    assert set(parts) == {name}
+    read = read_parts(parts, [name])[name]
+    assert all(torch.equal(read[key], tensor) for key, tensor in tensors.items())
+    halves = [Piece.of_key(f"{name}@0:{first}-{first + 2}:4") for first in (0, 2)]
+    found = {half.key: stores.taken(read, Piece(name), half) for half in halves}
+    assert found[halves[1].key][f"{halves[1].key}/state/exp_avg"].shape == (2,)
+    assert torch.equal(stores.joined(name, halves, found)[f"{name}/weight"], torch.arange(4.0))

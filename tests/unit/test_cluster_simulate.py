@@ -235,8 +235,8 @@ def sharded(micro_batch: int, shards: int) -> Pipeline:
     return Pipeline(stages=(stage,), micro_batch=micro_batch, micro_batches=3)
 
 
-def treated(**how: int) -> Pipeline:
-    stage = Stage(node="x", gpu="a", tp=1, first=0, last=7, **how)
+def treated(*, tp: int = 1, **how: int) -> Pipeline:
+    stage = Stage(node="x", gpu="a", tp=tp, first=0, last=7, **how)
     return Pipeline(stages=(stage,), micro_batch=1, micro_batches=1)
 
 
@@ -308,6 +308,7 @@ def test_a_plan_survives_its_file(tmp_path):
         (lambda: plan(sharded(3, 2)), "micro-batches of 3 samples, and a stage of 2 shards"),
         (lambda: plan(pipeline(("x", "a", 8), micro_batches=0)), "1 stages and 0 micro-batches"),
         (lambda: plan(Pipeline(stages=(), micro_batch=1, micro_batches=1)), "0 stages and 1 micro-batches"),
+        (lambda: plan(treated(tp=0)), "a stage of 0 GPUs a layer"),
         (lambda: plan(treated(recomputed=9)), "of 8 layers that recomputes 9 and offloads 0"),
         (lambda: plan(treated(offloaded=-1)), "of 8 layers that recomputes 0 and offloads -1"),
         (lambda: cluster(), "no nodes"),
