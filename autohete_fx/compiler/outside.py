@@ -73,9 +73,9 @@ class Outside:
         if needed <= budget or outside_bytes <= model.outside_bytes.get(self._graph, 0):
             return
         log.warning(
-            "code outside of the compiled model takes %s between its forward and its backward, as a loss of large outputs does."
-            " With it a step takes %s, and memory_budget is %s: the model is planned again for that. Compile the loss with the"
-            " model to need less",
+            "code outside of the compiled model takes %s between its forward and its backward, as a loss of large outputs does, or"
+            " another model. With it a step takes %s, and memory_budget is %s: the model is planned again for that. Compile a"
+            " function that runs both to need less",
             format_bytes(outside_bytes),
             format_bytes(needed),
             format_bytes(budget),
@@ -98,7 +98,7 @@ def saying_outside(problem: Problem, outside_bytes: int, kept_bytes: int) -> Pro
     if outside_bytes:
         found.append(
             f"Code outside of the compiled model takes {format_bytes(outside_bytes)} of that between its forward and its backward:"
-            " compile the loss with the model"
+            " compile a function that runs both, such as the model and its loss"
         )
     if kept_bytes:
         found.append(

@@ -161,7 +161,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         absent = {"overlap": Overlap.STEP, "max_grad_norm": None, "grad_norm": None, "_is_accumulating": False}
         self.__dict__ |= {name: value for name, value in absent.items() if name not in self.__dict__}
         self.host_copies = HostCopies()
-        self._watch = Watch(self.rule.name)
+        self._watch = Watch(self.rule.name, is_copy=True)
         self._forget_groups()
         for group in self.param_groups:
             for param in group["params"]:

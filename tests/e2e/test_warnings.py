@@ -1,5 +1,6 @@
 """What is logged where a budget does not hold, and what is not."""
 
+import copy
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -141,6 +142,28 @@ def test_what_compile_returned_and_nobody_calls_is_named(what: str, caplog: pyte
     take_steps(task, task)
     (message,) = messages(caplog)
     assert f"the {what} " in message and ("loss_of was" in message) == (what == "function") and compiled is not None
+
+
+def test_a_copy_of_a_model_that_was_compiled_in_place_is_told_that_it_is_not(caplog: pytest.LogCaptureFixture):
+    model = make()
+    model.compile(backend="autohete", options=EAGER)
+    optimizer = autohete_fx.AdamW(model.parameters())
+
+    def take(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 3) -> None:
+        for _ in range(num_steps):
+            model(torch.randn(64, 128)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    take(model, optimizer, num_steps=1)
+    copied, its_optimizer = copy.deepcopy((model, optimizer))
+    again, other_optimizer = copy.deepcopy((model, optimizer))
+    again.compile(backend="autohete", options=EAGER)
+    take(again, other_optimizer)
+    assert not any("a copy of" in message for message in messages(caplog))
+    take(copied, its_optimizer)
+    (told,) = [message for message in messages(caplog) if "a copy of" in message]
+    assert told.startswith("a copy of autohete_fx.AdamW has taken 2 steps, and no compiled graph reads its parameters")
 
 
 def test_who_compiles_nothing_or_calls_what_is_compiled_is_told_nothing(caplog: pytest.LogCaptureFixture):

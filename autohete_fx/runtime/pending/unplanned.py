@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autohete_fx.graph.ops import SMALLEST_COPY_BYTES
 from autohete_fx.ir.sizes import format_bytes
 
 log = logging.getLogger(__name__)
@@ -64,10 +65,14 @@ def note_run(parameters: Mapping[str, Tensor], *, is_training: bool, is_limited:
 
 
 class Watch:
-    """The observations of one optimizer, given by its name."""
+    """The observations of one optimizer, given by its name.
 
-    def __init__(self, optimizer: str) -> None:
-        self._optimizer = optimizer
+    Args:
+        is_copy: it was copied or unpickled, perhaps with a model that was compiled in place, whose copies are not.
+    """
+
+    def __init__(self, optimizer: str, *, is_copy: bool = False) -> None:
+        self._optimizer, self._is_copy = optimizer, is_copy
         self._num_steps = 0
         self._has_told = False
 
@@ -81,6 +86,8 @@ class Watch:
         if self._has_told:
             return
         told = _told_of_uncalled(params, self._optimizer) or _told_of_eager(params, states)
+        if self._is_copy and not told:
+            told = _told_of_copy(params, self._optimizer)
         self._num_steps = self._num_steps + 1 if told else 0
         if self._num_steps == _STEPS:
             self._has_told = True
@@ -98,6 +105,18 @@ def _told_of_uncalled(params: Collection[Tensor], optimizer: str) -> str:
         " runs, its forward, and no other method. Call what torch.compile returned, or compile what the loop calls:"
         ' model.training_step = torch.compile(model.training_step, backend="autohete", options=...), or the inner module whose'
         " forward it runs"
+    )
+
+
+def _told_of_copy(params: Collection[Tensor], optimizer: str) -> str:
+    """The warning of large parameters that no graph of ours reads, where there are such graphs; empty where there is none."""
+    large = [param for param in params if param.nbytes >= SMALLEST_COPY_BYTES]
+    if not (_trained and large) or any(param in _compiled or param in _trained for param in large):
+        return ""
+    return (
+        f"a copy of autohete_fx.{optimizer} has taken {_STEPS} steps, and no compiled graph reads its parameters: they run eagerly,"
+        " which is exact, but no memory_budget holds. PyTorch does not compile copies and pickles of a model that was compiled in"
+        ' place. Compile the copy: model.compile(backend="autohete", options=...)'
     )
 
 
