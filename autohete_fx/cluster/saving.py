@@ -107,6 +107,10 @@ class _Writer:
         self._thread = threading.Thread(target=run, name="autohete-save", daemon=self._daemon)
         self._thread.start()
 
+    def try_it(self, generation: str) -> None:
+        """See whether the place can be written, long before the first save perhaps."""
+        self.then(lambda: self._try(generation))
+
     def note_committed(self, save: Save) -> None:
         """All ranks have written that save."""
         self._loose = [other for other in self._loose if other != save]
@@ -126,6 +130,17 @@ class _Writer:
         """Until that is done."""
         if self._thread is not None:
             self._thread.join()
+
+    def _try(self, generation: str) -> None:
+        try:
+            Place(self.path).check_writable(f"written-by-{generation}-{self._rank}")
+        except Exception as error:
+            log.error(
+                "rank %d cannot write to %r: %s. Expected was a place that can be written. Training goes on, and saves are tried",
+                self._rank,
+                self.path,
+                words_of(error),
+            )
 
     def _write(self, save: Save, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
         """`CheckpointException` is no Exception."""
@@ -204,6 +219,8 @@ class Saver:
         self._committed: dict[bool, tuple[Save, ...]] = {False: (began,) if began else (), True: ()}
         self.saved = Saved()
         self.last = Save(step=0, generation=generation)
+        if cleans:
+            self._disk.try_it(generation)
         if began is not None and cleans:
             self._disk.then(lambda: _remove_old(store.disk, (began,), store.keep, generation))
 

@@ -201,6 +201,12 @@ class Place:
         except FileNotFoundError:
             return b""
 
+    def check_writable(self, name: str) -> None:
+        """Write a file of that name and remove it. Any error of the file system is raised."""
+        self._fs.makedirs(self._root, exist_ok=True)
+        self._fs.pipe_file(f"{self._root}/{name}", b"")
+        self._fs.rm_file(f"{self._root}/{name}")
+
     def take(self, generation: str) -> None:
         """Note which start of the job saves here from now on. Any error of the file system is raised."""
         self._fs.makedirs(self._root, exist_ok=True)

@@ -388,3 +388,13 @@ def test_names_of_parameters_may_have_slashes(tmp_path: Path):
     found = {half.key: stores.taken(read, Piece(name), half) for half in halves}
     assert found[halves[1].key][f"{halves[1].key}/state/exp_avg"].shape == (2,)
     assert torch.equal(stores.joined(name, halves, found)[f"{name}/weight"], torch.arange(4.0))
+
+
+def test_a_place_that_cannot_be_written_is_told_before_the_first_save(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    (tmp_path / "file").write_text("")
+    with fake_default_group(1):
+        for local in (f"{tmp_path}/file/disk", f"{tmp_path}/disk"):
+            Saver(Store(local=local), "g", None, owned=[W], held={"w": W}, all_names=["w"], cleans=True).drain()
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith(f"rank 0 cannot write to '{tmp_path}/file/disk': ") and "Training goes on" in told
+    assert not list((tmp_path / "disk").iterdir())
