@@ -35,6 +35,9 @@ _MOST_CUTS = 130
 MOST_WORK = 400_000
 """Passes of stages that are simulated, and pipelines that are bounded, before the search ends."""
 
+_ANY_NUMBER = 1 << 30
+"""Of micro-batches, where nothing limits them."""
+
 _Order = tuple[tuple[str, UnitType], ...]
 """The units of a pipeline, each with its node."""
 
@@ -63,6 +66,8 @@ class _Bounded:
     def most(self, seconds: float) -> int:
         """Micro-batches that may be done before so many seconds; 0 where fewer than stages."""
         left_s = seconds - self.cut.update_s
+        if math.isinf(left_s):
+            return _ANY_NUMBER
         if self.fill_s >= left_s:
             return 0
         count = min(max(0, int((left_s - around_s) / slot_s)) for around_s, slot_s in self.stages if slot_s)

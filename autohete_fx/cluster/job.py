@@ -5,7 +5,9 @@ their number. Clipping, the learning rate and the optimizer's step do not depend
 again goes on as if nothing had happened, but for the rounding of sums and the draws of dropout.
 """
 
+import contextlib
 import json
+import math
 import re
 import sys
 import time
@@ -240,10 +242,7 @@ class Job:
         if self.optimizer is not None:
             if self._recipe.learning_rate is not None:
                 rate = self._recipe.learning_rate(self.step)
-                if not isinstance(rate, (float, int)):
-                    raise ClusterError(
-                        f"learning_rate gave {rate!r} for step {self.step}. Expected was a number. Correct it"
-                    )
+                _check_rate(rate, self.step)
                 for group in self.optimizer.param_groups:
                     group["lr"] = rate
             self.optimizer.step()
@@ -345,6 +344,13 @@ class Job:
             f" the job"
             " again; torchrun with --max-restarts does so itself"
         )
+
+
+def _check_rate(rate: Any, step: int) -> None:
+    with contextlib.suppress(TypeError, ValueError):
+        if math.isfinite(float(rate)):
+            return
+    raise ClusterError(f"learning_rate gave {rate!r} for step {step}. Expected was a finite number. Correct it")
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -151,10 +151,10 @@ def _refuse_batch_norms(model: nn.Module) -> None:
 
 def _refuse_sparse_gradients(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad:
             raise ClusterError(
-                f"{name!r} of {type(model).__name__} is a {type(module).__name__} with sparse=True. Expected were dense gradients,"
-                " which ranks can sum. Leave sparse=True out"
+                f"{name!r} of {type(model).__name__} has sparse=True. Expected were dense gradients, which ranks can sum. Leave"
+                " sparse=True out"
             )
 
 

@@ -146,12 +146,14 @@ class _Writer:
         """`CheckpointException` is no Exception."""
         try:
             place = Place(self.path)
-            if self._looks and not self._has_taken:
-                place.take(save.generation)
-                self._has_taken = True
-            elif self._looks and place.owner() != save.generation:
-                self.is_taken = True
-                return
+            if self._looks:
+                owner = place.owner() if self._has_taken else ""
+                if owner not in ("", save.generation):
+                    self.is_taken = True
+                    return
+                if not owner:  # none yet, or somebody has removed the file
+                    place.take(save.generation)
+                    self._has_taken = True
             place.write(save, self._rank, tensors())
         except BaseException as error:
             self.error = (
@@ -271,7 +273,7 @@ class Saver:
             where = " or ".join(repr(path) for path in (self._store.disk, self._store.cloud) if path)
             raise ClusterError(
                 f"another job, or a later start of this one, has begun to save in {where}. Expected was one at a time, as each"
-                " removes what the other has saved. End one of them, or give each a store"
+                " removes what the other has saved. End one of them, and its torchrun, or give each a store"
             )
         local, cloud, self._cloud_is_free = int(told[0]), int(told[1]), bool(told[2])
         self.saved = Saved(

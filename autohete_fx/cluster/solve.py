@@ -26,7 +26,6 @@ import contextlib
 import functools
 import itertools
 import math
-import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +42,11 @@ from autohete_fx.cluster.shapes import Shaper, UnitType
 from autohete_fx.cluster.simulate import Timeline, simulate
 from autohete_fx.cluster.spec import Cluster, Node
 from autohete_fx.errors import ClusterError
+
+_MOST_CLUSTERS = 16
+"""Sets of few nodes whose plans are all tried."""
+_MOST_SMALLER = 3
+"""Clusters without the nodes of one size that are searched, too, those of the most compute first."""
 
 _Timed = tuple[ClusterPlan, Timeline]
 
@@ -178,9 +182,10 @@ def _fastest(
         )
     best, bound_s = _searched(search, symmetric_tp=symmetric_tp)
     best = _with_grid(best, search)
-    for nodes in _without_a_size(search.cluster):
-        if best is None or _bound_s(search, nodes) < best[1].iteration_s:
-            fewer = make(nodes)
+    smaller = sorted(_without_a_size(search.cluster), key=lambda cluster: _bound_s(search, cluster))
+    for cluster in smaller[:_MOST_SMALLER]:
+        if best is None or _bound_s(search, cluster) < best[1].iteration_s:
+            fewer = make(cluster)
             tried, _ = _searched(fewer, symmetric_tp=symmetric_tp)
             best = min(filter(None, (best, tried)), key=_step_s, default=None)
             search.take(fewer)
@@ -268,19 +273,25 @@ def _few_units(search: Search) -> Iterator[tuple[Node, ...]]:
     least = {unit.gpu: min(other.num_gpus for other in search.known if other.gpu == unit.gpu) for unit in search.known}
     alike: dict[tuple[str, str, int], list[Node]] = {}
     for node in search.cluster.nodes:
-        if node.gpu in least:
+        if node.gpu in least and node.gpus >= least[node.gpu]:
             alike.setdefault((node.gpu, node.zone, node.gpus), []).append(node)
-    units = [gpus // least[gpu] for gpu, _, gpus in alike]
-    every = [
-        range(min(len(nodes), MOST_UNITS // max(each, 1)) + 1)
-        for nodes, each in zip(alike.values(), units, strict=True)
-    ]
-    fitting = [
-        numbers for numbers in itertools.product(*every) if 0 < sum(map(operator.mul, numbers, units)) <= MOST_UNITS
-    ]
-    for numbers in sorted(fitting, key=sum, reverse=True):
-        if not any(other != numbers and all(map(operator.le, numbers, other)) for other in fitting):
-            yield tuple(node for nodes, count in zip(alike.values(), numbers, strict=True) for node in nodes[:count])
+    kinds = [(nodes, nodes[0].gpus // least[nodes[0].gpu]) for nodes in alike.values()]
+
+    def chosen(place: int, left: int, fewest_left: int) -> Iterator[tuple[Node, ...]]:
+        """Nodes of the kinds from a place on, to which none can be added; ``fewest_left``: units of a node that was left out."""
+        if place == len(kinds):
+            if left < fewest_left:
+                yield ()
+            return
+        nodes, units = kinds[place]
+        most = min(len(nodes), left // units)
+        for count in range(most, -1, -1):
+            left_out = units if count < len(nodes) else MOST_UNITS + 1
+            for rest in chosen(place + 1, left - count * units, min(fewest_left, left_out)):
+                yield (*nodes[:count], *rest)
+
+    found = (nodes for nodes in chosen(0, MOST_UNITS, MOST_UNITS + 1) if nodes)
+    return itertools.islice(found, _MOST_CLUSTERS)
 
 
 def _nearest(plan: ClusterPlan, search: Search, moving: Moving, solve: Callable[[Cluster], Solution]) -> Nearest:

@@ -5,6 +5,7 @@ equal in two processes where the same plan and the same code serve.
 """
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -29,20 +30,29 @@ _INDUCTOR_PASSES = (
 _ATTENTION_KERNELS = ("flash", "mem_efficient", "math", "cudnn")
 
 
-def graph_digest(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options) -> str:
-    """A digest of the graph, its inputs' layouts and the options that shape code; the same in every process."""
+def graph_digest(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options, *, with_sizes: bool = True) -> str:
+    """A digest of the graph, its inputs' layouts and the options that shape code; the same in every process.
+
+    Args:
+        with_sizes: of inputs whose sizes may change, those that they have now.
+    """
+    traced = [node.meta.get("example_value") for node in gm.graph.find_nodes(op="placeholder")]
+    shaped = [
+        value if not with_sizes and isinstance(value, torch.Tensor) else i.tensor
+        for i, value in zip(inputs, traced, strict=True)
+    ]
     layouts = [
         (
             i.name,
             str(i.tensor.dtype),
-            tuple(map(str, i.tensor.shape)),
-            tuple(map(str, i.tensor.stride())),
+            tuple(map(str, of.shape)),
+            tuple(map(str, of.stride())),
             i.tensor.requires_grad,
             described_parts(i.tensor),
         )
-        if i.tensor is not None
+        if i.tensor is not None and of is not None
         else (i.name,)
-        for i in inputs
+        for i, of in zip(inputs, shaped, strict=True)
     ]
     parts = [
         described_code(gm),
@@ -52,7 +62,13 @@ def graph_digest(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Opti
         str(device_of(inputs)),
         torch.__version__,
     ]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+    return hashlib.sha256(_with_symbols_in_order(repr(parts)).encode()).hexdigest()[:16]
+
+
+def _with_symbols_in_order(text: str) -> str:
+    """The text with symbols of sizes numbered as they appear. Their own numbers come of sizes, which ranks may have others of."""
+    names: dict[str, str] = {}
+    return re.sub(r"\bs\d+\b", lambda found: names.setdefault(found[0], f"s{len(names)}"), text)
 
 
 def described_code(gm: fx.GraphModule) -> list[tuple[object, ...]]:

@@ -204,7 +204,7 @@ def new_model(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options
     """A model of its own, which no parameter is known to belong to."""
     device = device_of(inputs)
     session = Session(
-        _fresh_digest(graph_digest(gm, inputs, options)),
+        _fresh_digest(graph_digest(gm, inputs, options, with_sizes=False)),  # ranks with other sizes share code
         device,
         offload_dir=options.offload_dir,
         host_budget_bytes=None if options.host_budget is None else host_budget_bytes(device, options),

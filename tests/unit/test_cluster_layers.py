@@ -221,7 +221,7 @@ class SharesBias(nn.Module):
         ),
         (
             lambda: nn.Sequential(nn.Embedding(4, 4, sparse=True), nn.Linear(4, 4)),
-            "'0' of Sequential is a Embedding with sparse=True",
+            "'0' of Sequential has sparse=True",
         ),
         (lambda: 3, "build_model returned int"),
     ],

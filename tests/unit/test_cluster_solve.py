@@ -369,18 +369,3 @@ def test_a_batch_smaller_than_every_micro_batch_is_refused():
     given, table = cluster(["a", "a"], {"a": 10**6}, rate=1e6), costs({"a": 0.1})
     with pytest.raises(ClusterError, match="global batch of 1"):
         plan_cluster(given, table, global_batch=1, micro_batches=(2,))
-
-
-@pytest.mark.parametrize(
-    ("nodes", "added", "batch"),
-    [(["aaaaaaaa"], "aa", 3), (["aaaa"], "bb", 5), (["aaaa", "bb"], "bbbb", 7), (["aaaa"], "aaaaaaaa", 3)],
-)
-def test_a_node_more_makes_no_plan_slower(nodes: list[str], added: str, batch: int):
-    """Gradients between nodes take longer than those within: what was best on the others is a plan still."""
-    table = costs({"a": 0.1, "b": 0.5}, degrees=(1, 2, 4), sizes=(1, 2, 4))
-    memory = {"a": 10**6, "b": 10**6}
-    steps_s = [
-        plan_cluster(given, table, global_batch=batch, shards=shard_counts(given)).plan.iteration_s
-        for given in (cluster(nodes, memory, rate=2e3), cluster([*nodes, added], memory, rate=2e3))
-    ]
-    assert steps_s[1] <= steps_s[0] * 1.001, steps_s

@@ -9,6 +9,7 @@ a rank has left out a backward or a step, or runs a forward by itself. Pairs of 
 import contextlib
 import json
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +19,8 @@ from autohete_fx.internals.groups import meeting
 Group = dist.ProcessGroup
 
 _KEY = "autohete_fx/position"
+_FEW = 16
+"""Ranks that all look at all others."""
 _positions: "weakref.WeakKeyDictionary[Group, tuple[int, int]]" = weakref.WeakKeyDictionary()
 """By the group for values of the ranks that hold a model: collectives and steps."""
 
@@ -56,11 +59,19 @@ def diverged(control: Group | None) -> str:
 def _diverged(store: Any, control: Group, mine: tuple[int, int]) -> str:
     key = f"{_KEY}/{control.group_name}"
     store.set(f"{key}/{dist.get_rank()}", json.dumps(mine))
-    for rank in dist.get_process_group_ranks(control):
-        if rank != dist.get_rank() and store.check([f"{key}/{rank}"]):
+    for rank in _peers(dist.get_process_group_ranks(control)):
+        if store.check([f"{key}/{rank}"]):
             collectives, steps = json.loads(store.get(f"{key}/{rank}"))
-            if collectives < mine[0] and steps > mine[1]:
-                return f"rank {rank} went on to the optimizer's step without a forward or backward that this rank runs"
-            if collectives > mine[0] and steps < mine[1]:
-                return f"this rank went on to the optimizer's step without a forward or backward that rank {rank} runs"
+            if (collectives - mine[0]) * (steps - mine[1]) < 0:
+                return (
+                    f"rank {rank} has begun {steps} steps of the optimizer and {collectives} collectives of forwards and backwards,"
+                    f" this rank {mine[1]} and {mine[0]}: one of them has left out a forward, a backward or a step"
+                )
     return ""
+
+
+def _peers(members: list[int]) -> Iterator[int]:
+    """The other ranks. Of many, each looks at some alone, and is looked at by as many."""
+    count, place = len(members), members.index(dist.get_rank())
+    offsets = range(1, count) if count <= _FEW else [1 << power for power in range((count - 1).bit_length())]
+    return (members[(place + offset) % count] for offset in offsets)

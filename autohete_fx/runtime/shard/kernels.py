@@ -54,7 +54,9 @@ def _reduce(grad: Tensor, num_ranks: int, group: str) -> Tensor:
 def _issue_gather(
     src: Sequence[Tensor], num_ranks: int, group: str, session: str, after: Tensor | None = None
 ) -> Tensor:
-    shards, wholes = [shard.contiguous() for shard in src], [result_of(gather, shard, num_ranks) for shard in src]
+    shards = [shard.contiguous() for shard in src]
+    with torch.inference_mode(False):  # the lane's thread writes them, which is in no such mode
+        wholes = [result_of(gather, shard, num_ranks) for shard in src]
     ranks, num_bytes = ranks_by_digest(group), _num_bytes(wholes)
     note_collective(ranks.control)
     start, among = functools.partial(_start_gathers, wholes, shards, ranks.group), ranks.control
@@ -67,7 +69,8 @@ def _issue_gather_once(
     owner, ranks = session_by_digest(session), ranks_by_digest(group)
     found = owner.wholes.current(src, ranks.rank)
     if found is None:
-        wholes = [owner.wholes.memory_of(shard, num_ranks) for shard in src]
+        with torch.inference_mode(False):
+            wholes = [owner.wholes.memory_of(shard, num_ranks) for shard in src]
         start = functools.partial(_start_gathers, wholes, [shard.contiguous() for shard in src], ranks.group)
         num_bytes, among = _num_bytes(wholes), ranks.control
         note_collective(ranks.control)
