@@ -10,6 +10,7 @@ ALLOWED = (
     "autohete_fx/optim/shards.py",
     "autohete_fx/runtime/lanes/failures.py",
     "autohete_fx/runtime/lanes/net.py",
+    "autohete_fx/runtime/lanes/positions.py",
     "autohete_fx/runtime/shard/",
 )
 
