@@ -48,6 +48,9 @@ _MOST_CLUSTERS = 16
 _MOST_SMALLER = 3
 """Clusters without the nodes of one size that are searched, too, those of the most compute first."""
 
+_SMALL = 16
+"""GPUs of a cluster that is searched without any of its kinds of nodes, too."""
+
 _Timed = tuple[ClusterPlan, Timeline]
 
 
@@ -183,7 +186,7 @@ def _fastest(
         )
     best, bound_s = _searched(search, symmetric_tp=symmetric_tp)
     best = _with_grid(best, search)
-    smaller = sorted(_without_a_size(search.cluster), key=lambda cluster: _bound_s(search, cluster))
+    smaller = sorted(_without_a_kind(search.cluster), key=lambda cluster: _bound_s(search, cluster))
     for cluster in smaller[:_MOST_SMALLER]:
         if best is None or _bound_s(search, cluster) < best[1].iteration_s:
             fewer = make(cluster)
@@ -220,11 +223,13 @@ def _searched(search: Search, *, symmetric_tp: bool) -> tuple[_Timed | None, flo
     return best, bound_s
 
 
-def _without_a_size(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster without the nodes of a kind that have one number of GPUs, where others of that kind have another."""
+def _without_a_kind(cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster without the nodes of a kind that have one number of GPUs. On larger clusters, where a search takes longer, other
+    nodes of the kind must remain: the search itself leaves out whole kinds."""
+    is_small = sum(node.gpus for node in cluster.nodes) <= _SMALL
     for gpu, zone, size in sorted({(node.gpu, node.zone, node.gpus) for node in cluster.nodes}):
         rest = tuple(node for node in cluster.nodes if (node.gpu, node.zone, node.gpus) != (gpu, zone, size))
-        if any((node.gpu, node.zone) == (gpu, zone) for node in rest):
+        if rest and (is_small or any((node.gpu, node.zone) == (gpu, zone) for node in rest)):
             yield replace(cluster, nodes=rest)
 
 
