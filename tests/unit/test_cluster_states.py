@@ -1,11 +1,16 @@
 """States of a stage's optimizer by the names of its parameters, whichever groups the optimizer has them in."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from autohete_fx.cluster.job import _check_rate
 from autohete_fx.cluster.pieces import Piece
 from autohete_fx.cluster.states import restore_states, states_of
+from autohete_fx.errors import ClusterError
 
 Params = dict[str, nn.Parameter]
 
@@ -54,3 +59,11 @@ def test_states_go_by_name_through_an_optimizer_of_several_groups_into_stages_th
         assert all(
             torch.equal(restored.state[mine[n]]["exp_avg"], optimizer.state[params[n]]["exp_avg"]) for n in stage
         )
+
+
+def test_a_learning_rate_that_is_no_number_is_told():
+    for rate in (0.1, 1, np.float32(0.1), torch.tensor(0.1)):
+        _check_rate(rate, 3)
+    for wrong in (None, "fast", math.nan, torch.ones(2)):
+        with pytest.raises(ClusterError, match=r"learning_rate gave .* for step 3. Expected was a finite number"):
+            _check_rate(wrong, 3)
