@@ -223,8 +223,8 @@ class Saver:
         self.last = Save(step=0, generation=generation)
         if cleans:
             self._disk.try_it(generation)
-        if began is not None and cleans:
-            self._disk.then(lambda: _remove_old(store.disk, (began,), store.keep, generation))
+            if began is not None:
+                self._disk.then(lambda: _remove_old(store.disk, (began,), store.keep, generation))
 
     @property
     def error(self) -> str | None:

@@ -68,6 +68,7 @@ class Search:
     ) -> None:
         self.cluster, self.costs, self.global_batch, self.sends = cluster, costs, global_batch, sends
         self._deadline, self._links = deadline, Links(cluster)
+        self._asked = sizes, degrees, shards
         self.shaper = Shaper(cluster, costs)
         known = {row.micro_batch for row in costs.times}
         self.sizes = tuple(
@@ -281,6 +282,11 @@ class Search:
         starts = {id(found): found for found in (*self.found[:3], *sharded[:3])}
         best = min(map(self._improved, starts.values()), key=lambda found: found.timeline.iteration_s)
         return best.plan, best.timeline
+
+    def of(self, cluster: Cluster) -> "Search":
+        """A search for the same on other nodes."""
+        sizes, degrees, shards = self._asked
+        return Search(cluster, self.costs, self.global_batch, sizes, self.sends, self._deadline, degrees, shards)
 
     def take(self, other: "Search") -> None:
         """Add to its own plans what another search has found on some of the nodes."""

@@ -46,8 +46,7 @@ from autohete_fx.errors import ClusterError
 _MOST_CLUSTERS = 16
 """Sets of few nodes whose plans are all tried."""
 _MOST_SMALLER = 3
-"""Clusters without the nodes of one size that are searched, too, those of the most compute first."""
-
+"""Clusters without a kind of nodes that are searched, too, those of the most compute first."""
 _SMALL = 16
 """GPUs of a cluster that is searched without any of its kinds of nodes, too."""
 
@@ -128,18 +127,8 @@ def plan_cluster(
         ClusterError: nothing fits.
     """
     began = time.monotonic()
-    make = functools.partial(
-        Search,
-        costs=costs,
-        global_batch=global_batch,
-        sizes=micro_batches,
-        sends=sends,
-        deadline=began + time_limit_s,
-        degrees=degrees,
-        shards=shards,
-    )
-    search = make(cluster)
-    plan, timeline, model_bound_s = _fastest(search, make, symmetric_tp=symmetric_tp)
+    search = Search(cluster, costs, global_batch, micro_batches, sends, began + time_limit_s, degrees, shards)
+    plan, timeline, model_bound_s = _fastest(search, symmetric_tp=symmetric_tp)
     moves = ""
     if moving is not None:
         solve = functools.partial(
@@ -170,14 +159,8 @@ def plan_cluster(
     )
 
 
-def _fastest(
-    search: Search, make: Callable[[Cluster], Search], *, symmetric_tp: bool
-) -> tuple[ClusterPlan, Timeline, float | None]:
-    """The fastest plan with its simulated step, and the bound of the integer programs; None: they found no plan.
-
-    Args:
-        make: a search of other nodes for the same.
-    """
+def _fastest(search: Search, *, symmetric_tp: bool) -> tuple[ClusterPlan, Timeline, float | None]:
+    """The fastest plan with its simulated step, and the bound of the integer programs; None: they found no plan."""
     if not search.known:
         gpus = sorted({node.gpu for node in search.cluster.nodes})
         raise ClusterError(
@@ -186,13 +169,12 @@ def _fastest(
         )
     best, bound_s = _searched(search, symmetric_tp=symmetric_tp)
     best = _with_grid(best, search)
-    smaller = sorted(_without_a_kind(search.cluster), key=lambda cluster: _bound_s(search, cluster))
-    for cluster in smaller[:_MOST_SMALLER]:
-        if best is None or _bound_s(search, cluster) < best[1].iteration_s:
-            fewer = make(cluster)
-            tried, _ = _searched(fewer, symmetric_tp=symmetric_tp)
+    fewer = [each for cluster in _without_a_kind(search.cluster) if (each := search.of(cluster)).known]
+    for each in sorted(fewer, key=lambda each: _bound_s(each, each.cluster))[:_MOST_SMALLER]:
+        if best is None or _bound_s(each, each.cluster) < best[1].iteration_s:
+            tried, _ = _searched(each, symmetric_tp=symmetric_tp)
             best = min(filter(None, (best, tried)), key=_step_s, default=None)
-            search.take(fewer)
+            search.take(each)
     whole, sharded = _groups(search, symmetric_tp=symmetric_tp)
     best = _with_every(best, search, [*whole, *sharded])
     if best is None:

@@ -93,7 +93,6 @@ class StageRun:
             else tuple(shape.empty("meta") for shape in layer_map.crossing[layers.stop]),
         }
         self._piped = piped = _piped(stage.passing_on(compiled), seat, deployment, groups, device, arguments)
-        piped.hands_on = () if ends else arguments["output_args"]
         make = Schedule1F1B if deployment.plan.schedule is PipelineSchedule.ONE_F_ONE_B else ScheduleGPipe
         self._schedule = make(piped, self._pipeline.micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
 

@@ -5,7 +5,6 @@ equal in two processes where the same plan and the same code serve.
 """
 
 import hashlib
-import re
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -62,13 +61,7 @@ def graph_digest(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Opti
         str(device_of(inputs)),
         torch.__version__,
     ]
-    return hashlib.sha256(_with_symbols_in_order(repr(parts)).encode()).hexdigest()[:16]
-
-
-def _with_symbols_in_order(text: str) -> str:
-    """The text with symbols of sizes numbered as they appear. Their own numbers come of sizes, which ranks may have others of."""
-    names: dict[str, str] = {}
-    return re.sub(r"\bs\d+\b", lambda found: names.setdefault(found[0], f"s{len(names)}"), text)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 def described_code(gm: fx.GraphModule) -> list[tuple[object, ...]]:

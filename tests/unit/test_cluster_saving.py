@@ -346,38 +346,6 @@ def test_a_part_on_a_disk_that_cannot_be_listed_counts_as_absent(tmp_path: Path,
     assert not disk.saves and disk.troubles == {f"{tmp_path}": "[Errno 5] Input/output error"}
 
 
-@pytest.mark.parametrize("where", ["disk", "cloud"])
-def test_a_start_whose_store_another_one_saves_in_ends(tmp_path: Path, where: str):
-    """And a start after it goes on there."""
-
-    def saver(generation: str) -> Saver:
-        store = Store(
-            local=f"{tmp_path}/{generation if where == 'cloud' else 'disk'}",
-            cloud=f"{tmp_path}/cloud" if where == "cloud" else None,
-            every=1,
-            cloud_every=1,
-        )
-        return Saver(store, generation, None, owned=[W], held={"w": W}, all_names=["w"], cleans=True)
-
-    states = {W: {"w/weight": torch.ones(2)}}
-    with fake_default_group(1):
-        first, second = saver("first"), saver("second")
-        first.save(1, states, cloud=True)
-        first.drain()
-        second.save(2, states, cloud=True)
-        assert second.drain().local == 2
-        Path(tmp_path, where, "owner").unlink()  # as a cleaner of old files does
-        second.save(3, states, cloud=True)
-        assert second.drain().local == 3
-        with pytest.raises(ClusterError, match=r"another job, or a later start of this one, has begun to save in"):
-            first.save(4, states, cloud=True)
-            first.drain()
-        third = saver("third")
-        third.save(5, states, cloud=True)
-        assert third.drain().local == 5
-    assert [save.step for save in Place(f"{tmp_path}/{where}").saves()][-2:] == [3, 5]
-
-
 def test_names_of_parameters_may_have_slashes(tmp_path: Path):
     name = "layers.a/b.state/c.weight"
     tensors = {f"{name}/weight": torch.arange(4.0), f"{name}/state/exp_avg": torch.ones(4)}
@@ -391,13 +359,3 @@ def test_names_of_parameters_may_have_slashes(tmp_path: Path):
     found = {half.key: stores.taken(read, Piece(name), half) for half in halves}
     assert found[halves[1].key][f"{halves[1].key}/state/exp_avg"].shape == (2,)
     assert torch.equal(stores.joined(name, halves, found)[f"{name}/weight"], torch.arange(4.0))
-
-
-def test_a_place_that_cannot_be_written_is_told_before_the_first_save(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    (tmp_path / "file").write_text("")
-    with fake_default_group(1):
-        for local in (f"{tmp_path}/file/disk", f"{tmp_path}/disk"):
-            Saver(Store(local=local), "g", None, owned=[W], held={"w": W}, all_names=["w"], cleans=True).drain()
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith(f"rank 0 cannot write to '{tmp_path}/file/disk': ") and "Training goes on" in told
-    assert not list((tmp_path / "disk").iterdir())

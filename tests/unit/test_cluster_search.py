@@ -42,3 +42,13 @@ def test_of_clusters_of_many_kinds_a_few_sets_of_nodes_are_tried():
     few = cluster(["aa", "bbb", "b"], dict.fromkeys("ab", 10**6), rate=2e3)
     found = list(_few_units(Search(few, table, 1, None, Sends.BLOCKING, 0.0)))
     assert [[node.name for node in nodes] for nodes in found] == [["a0", "b1"], ["a0", "b2"], ["b1", "b2"]]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "degrees"), [(["aa", "bb"], (1,)), (["aaaa", "aa"], (4,)), (["aaaa", "b", "a"], (2, 4))]
+)
+def test_nodes_that_no_unit_fits_are_left_out(nodes: list[str], degrees: tuple[int, ...]):
+    """Of type b there are no costs; of type a perhaps of larger units alone."""
+    given = cluster(nodes, {"a": 10**6, "b": 10**6}, rate=2e3)
+    plan = plan_cluster(given, costs({"a": 0.1}, degrees=degrees), global_batch=4).plan
+    assert plan.global_batch == 4 and {stage.gpu for _, _, stage in plan.stages()} == {"a"}

@@ -4,7 +4,8 @@
 trainer's ``training_step``, runs that eagerly. Nothing that we have a hand in then runs but the optimizer. Nor do we see a
 backward pass that computes blocks once more in eager code, as that of reversible layers does. Their compiled graphs only infer.
 The optimizer therefore asks here when it has stepped: does a function still wait for its first call, and may its parameters be
-these? Has a parameter a gradient that comes from no graph of ours, though one reads it?
+these? Has a parameter a gradient that comes from no graph of ours, though one reads it? Is the optimizer a copy, whose parameters
+no graph reads?
 """
 
 import logging

@@ -140,9 +140,8 @@ class SameCall:
         ranks = ranks_by_digest(self._digest)
         control, is_collective = ranks.control, isinstance(error, CollectiveError)
         words = error.reason if isinstance(error, CollectiveError) else error
-        is_counted = (
-            num_collectives(control) and ranks.tensor_parallel is None
-        )  # graphs run collectives of their own there
+        # Under tensor parallelism graphs run collectives of their own.
+        is_counted = num_collectives(control) and ranks.tensor_parallel is None
         _failures[control] = f"{type(error).__name__}: {words}", is_collective or not is_counted
         if isinstance(error, Exception) and not is_collective:
             tell_refusal(error, control)
