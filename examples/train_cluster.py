@@ -25,8 +25,8 @@ from train_gpt import load_text
 
 from autohete_fx import cluster
 from autohete_fx.cluster.deploy import Member
-from autohete_fx.cluster.joining import MakePlan
-from autohete_fx.cluster.layers import LayerMap
+from autohete_fx.cluster.job.joining import MakePlan
+from autohete_fx.cluster.model.layers import LayerMap
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, Stage
 
 

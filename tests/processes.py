@@ -34,8 +34,8 @@ _IMPORTED = """
 """.split()
 """Nothing here may compute: neither autograd nor OpenMP goes on in a fork."""
 _OURS = """
-    autohete_fx.backend autohete_fx.whatif.trace autohete_fx.cluster.joining
-    autohete_fx.cluster.history pytest
+    autohete_fx.backend autohete_fx.whatif.trace autohete_fx.cluster.job.joining
+    autohete_fx.cluster.report.history pytest
 """.split()
 """Our package, and what most tests import with it."""
 _servers: dict[tuple[int, bool], "subprocess.Popen[str]"] = {}

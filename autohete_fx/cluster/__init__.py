@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autohete_fx.cluster.deploy import Member as Member
-    from autohete_fx.cluster.exported import export as export
-    from autohete_fx.cluster.job import Job as Job
-    from autohete_fx.cluster.job import TrainStep as TrainStep
-    from autohete_fx.cluster.joining import join as join
+    from autohete_fx.cluster.job.job import Job as Job
+    from autohete_fx.cluster.job.job import TrainStep as TrainStep
+    from autohete_fx.cluster.job.joining import join as join
     from autohete_fx.cluster.plan import ClusterPlan as ClusterPlan
-    from autohete_fx.cluster.sources import Bandwidths as Bandwidths
-    from autohete_fx.cluster.store import Store as Store
+    from autohete_fx.cluster.store.exported import export as export
+    from autohete_fx.cluster.store.sources import Bandwidths as Bandwidths
+    from autohete_fx.cluster.store.store import Store as Store
 
 _PLACES = {
-    "Bandwidths": "sources",
+    "Bandwidths": "store.sources",
     "ClusterPlan": "plan",
-    "Job": "job",
+    "Job": "job.job",
     "Member": "deploy",
-    "Store": "store",
-    "TrainStep": "job",
-    "export": "exported",
-    "join": "joining",
+    "Store": "store.store",
+    "TrainStep": "job.job",
+    "export": "store.exported",
+    "join": "job.joining",
 }
 
 __all__ = ["Bandwidths", "ClusterPlan", "Job", "Member", "Store", "TrainStep", "export", "join"]

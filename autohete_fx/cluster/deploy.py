@@ -17,12 +17,12 @@ from dataclasses import dataclass
 
 import torch
 
-from autohete_fx.cluster.layers import LayerMap
-from autohete_fx.cluster.pieces import Piece, finest
+from autohete_fx.cluster.model.layers import LayerMap
+from autohete_fx.cluster.model.pieces import Piece, finest
+from autohete_fx.cluster.model.split import AtMarks
+from autohete_fx.cluster.model.tensor_parallel import TensorLayout
+from autohete_fx.cluster.model.unit import UnitPlace
 from autohete_fx.cluster.plan import ClusterPlan, Stage
-from autohete_fx.cluster.split import AtMarks
-from autohete_fx.cluster.tensor_parallel import TensorLayout
-from autohete_fx.cluster.unit import UnitPlace
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.pipelines import CROSS_WITHOUT_GRADIENT
 from autohete_fx.machine.devices import device_of_driver

@@ -84,7 +84,7 @@ def doctor(parsed: argparse.Namespace) -> str:
 
 
 def _doctor_cluster(parsed: argparse.Namespace, device_type: str) -> str:
-    from autohete_fx.cluster.doctor import measure_cluster
+    from autohete_fx.cluster.commands.doctor import measure_cluster
 
     if parsed.save or parsed.offload_dir:
         raise OptionError(

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from autohete_fx.cluster.history import history_text, read_history
-from autohete_fx.cluster.history_page import write_history_page
+from autohete_fx.cluster.report.history import history_text, read_history
+from autohete_fx.cluster.report.history_page import write_history_page
 from autohete_fx.errors import ClusterError
 
 

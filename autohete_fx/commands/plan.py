@@ -70,7 +70,7 @@ def _for_cluster(parsed: argparse.Namespace, stages: Stages) -> Answer:
     stages.begin("importing")
     import torch
 
-    from autohete_fx.cluster.command import Request, plan_for_cluster
+    from autohete_fx.cluster.commands.plan import Request, plan_for_cluster
 
     stages.end("PyTorch and its compiler")
     stages.begin("planning")

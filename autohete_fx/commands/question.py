@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autohete_fx.arguments import DTYPES, PLAN
-from autohete_fx.cluster.described import described
+from autohete_fx.cluster.inputs.described import described
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.errors import OptionError
 from autohete_fx.ir import Machine

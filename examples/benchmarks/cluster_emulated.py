@@ -35,15 +35,15 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 from autohete_fx import cluster
-from autohete_fx.cluster import sums
-from autohete_fx.cluster.baselines import BASELINES
 from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTime
-from autohete_fx.cluster.gradient_sums import sums_of
+from autohete_fx.cluster.job import sums
 from autohete_fx.cluster.links import Links
-from autohete_fx.cluster.measured_links import measured_cluster
+from autohete_fx.cluster.measuring.links import measured_cluster
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, Stage
-from autohete_fx.cluster.simulate import simulate
-from autohete_fx.cluster.solve import plan_cluster
+from autohete_fx.cluster.planner.baselines import BASELINES
+from autohete_fx.cluster.planner.solve import plan_cluster
+from autohete_fx.cluster.simulation.gradient_sums import sums_of
+from autohete_fx.cluster.simulation.simulate import simulate
 from autohete_fx.cluster.spec import Cluster
 
 GPUS = ("fast", "fast", "middle", "middle", "slow", "slow")

@@ -7,9 +7,9 @@
 GPUs are A100, H800 and H20, priced from data sheets in bf16; every figure is simulated, none was measured. The paper
 (arXiv 2512.20953) has mixes of these GPUs, which its abstract does not list. Its authors claim up to 1.79 times the throughput of
 Megatron-LM and Whale. The baselines here have the freedom that a careful user has: each is the best of all grids of its kind, under
-the same simulator (`autohete_fx.cluster.baselines`). Equal grids are Megatron-LM's way, proportional ones Whale's, two stages is
-the paper's own way as it was published, and one type is our planner on the best type alone. One degree is our planner under the
-paper's rule that all pipelines have the same degree of tensor parallelism.
+the same simulator (`autohete_fx.cluster.planner.baselines`). Equal grids are Megatron-LM's way, proportional ones Whale's, two
+stages is the paper's own way as it was published, and one type is our planner on the best type alone. One degree is our planner
+under the paper's rule that all pipelines have the same degree of tensor parallelism.
 """
 
 import argparse
@@ -21,13 +21,13 @@ from typing import Any
 
 from results import environment, print_figures, save
 
-from autohete_fx.cluster.baselines import BASELINES
-from autohete_fx.cluster.command import DEGREES, MICRO_BATCHES
+from autohete_fx.cluster.commands.plan import DEGREES, MICRO_BATCHES
 from autohete_fx.cluster.costs import CostTable
-from autohete_fx.cluster.described import described
+from autohete_fx.cluster.inputs.described import described
+from autohete_fx.cluster.inputs.priced import priced_costs
 from autohete_fx.cluster.memory import OVERHEAD_BYTES
-from autohete_fx.cluster.priced import priced_costs
-from autohete_fx.cluster.solve import Solution, plan_cluster
+from autohete_fx.cluster.planner.baselines import BASELINES
+from autohete_fx.cluster.planner.solve import Solution, plan_cluster
 from autohete_fx.cluster.spec import Cluster
 from autohete_fx.errors import ClusterError
 

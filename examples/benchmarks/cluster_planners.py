@@ -4,7 +4,7 @@
     python examples/benchmarks/cluster_planners.py --scenarios S1 S6 --json rows.json
 
 The plans of others are those that their code printed in six scenarios (``examples/benchmarks/measured/planners.json``). All are
-simulated by `autohete_fx.cluster.simulate` on the same measured layers and links, with the sends of the measured runs. Others
+simulated by `autohete_fx.cluster.simulation` on the same measured layers and links, with the sends of the measured runs. Others
 may use what they use; ours may recompute, too. Each GPU keeps ``--reserve`` for what nobody plans: contexts, collectives'
 buffers, gaps. ``bound`` is the share of the compute bound: all GPUs at work all the time on whole models, memory, network and
 bubbles aside. ``search_cpu_s`` is of ours alone, on one core. A plan that the simulator cannot price is listed with its authors'
@@ -21,10 +21,10 @@ from typing import Any
 
 from results import environment, print_figures, save
 
-from autohete_fx.cluster.grids import equal_grid, proportional_grid
-from autohete_fx.cluster.measurements import cluster_of, costs_of, plan_of_grids, read
-from autohete_fx.cluster.simulate import simulate
-from autohete_fx.cluster.solve import plan_cluster
+from autohete_fx.cluster.inputs.measurements import cluster_of, costs_of, plan_of_grids, read
+from autohete_fx.cluster.planner.grids import equal_grid, proportional_grid
+from autohete_fx.cluster.planner.solve import plan_cluster
+from autohete_fx.cluster.simulation.simulate import simulate
 from autohete_fx.errors import ClusterError
 
 _MEASURED = Path(__file__).parent / "measured"

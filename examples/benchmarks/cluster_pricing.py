@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autohete_fx.cluster.measurements import read
+from autohete_fx.cluster.inputs.measurements import read
 from autohete_fx.ir import Machine
 from autohete_fx.machine.devices import UPDATE_FIXED_S, find_device, machine_of_spec
 from autohete_fx.profiler.flops import seconds_of

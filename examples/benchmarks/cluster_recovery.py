@@ -3,9 +3,9 @@
 Four processes on this machine are nodes of two pipelines of two stages. They train, save, and lose disks: of one node whose
 layers another one has, or of both nodes that have some layers. New nodes take their places and restore. Reads of disks and of the
 cloud, and what peers send and receive, take as long as the bandwidths of a setting say, scaled to the size of the model. What
-this machine needs for them itself is part of that time. `autohete_fx.cluster.moving` predicts the same from the plan and from
-what disks have. Finding a loss, planning and starting again are not emulated here. Their seconds are
-those of the last `cluster_chaos`, whose first half predicts its second.
+this machine needs for them itself is part of that time. `autohete_fx.cluster.planner.moving` predicts the same from the plan and
+from what disks have. Finding a loss, planning and starting again are not emulated here. Their seconds are those of the last
+`cluster_chaos`, whose first half predicts its second.
 
     python examples/benchmarks/cluster_recovery.py --json results/cluster_recovery.json --plot results/cluster_recovery.svg
 """
@@ -30,13 +30,13 @@ from results import save
 from torch import Tensor, nn
 
 from autohete_fx import cluster
-from autohete_fx.cluster import restore as restoring
 from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTime
-from autohete_fx.cluster.layers import LayerMap
-from autohete_fx.cluster.moving import all_from_cloud, moved
+from autohete_fx.cluster.model.layers import LayerMap
+from autohete_fx.cluster.model.tensor_parallel import TensorLayout
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, Stage
-from autohete_fx.cluster.sources import Bandwidths, Moved, Wanted, move_parts_s
-from autohete_fx.cluster.tensor_parallel import TensorLayout
+from autohete_fx.cluster.planner.moving import all_from_cloud, moved
+from autohete_fx.cluster.store import restore as restoring
+from autohete_fx.cluster.store.sources import Bandwidths, Moved, Wanted, move_parts_s
 
 NODES, LAYERS, WIDTH, BATCH = 4, 6, 128, 8
 STATE_BYTES = 90e9

@@ -28,10 +28,10 @@ from typing import Any
 from results import environment, print_figures, save
 
 from autohete_fx.cluster.costs import CostTable
-from autohete_fx.cluster.measurements import Run, costs_of, read, rows_of, run_of
+from autohete_fx.cluster.inputs.measurements import Run, costs_of, read, rows_of, run_of
 from autohete_fx.cluster.memory import memory_of_plan
 from autohete_fx.cluster.plan import ClusterPlan
-from autohete_fx.cluster.simulate import simulate
+from autohete_fx.cluster.simulation.simulate import simulate
 from autohete_fx.errors import ClusterError
 
 _MEASURED = Path(__file__).parent / "measured"

@@ -9,12 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autohete_fx.cluster import automatic, measured_costs, measured_links, unit
-from autohete_fx.cluster.batches import batch_of
 from autohete_fx.cluster.deploy import Member
-from autohete_fx.cluster.joining import join
-from autohete_fx.cluster.layers import map_layers
-from autohete_fx.cluster.measured_costs import kinds_of
+from autohete_fx.cluster.job import automatic
+from autohete_fx.cluster.job.joining import join
+from autohete_fx.cluster.measuring import costs as measured_costs
+from autohete_fx.cluster.measuring import links as measured_links
+from autohete_fx.cluster.measuring.costs import kinds_of
+from autohete_fx.cluster.model import unit
+from autohete_fx.cluster.model.batches import batch_of
+from autohete_fx.cluster.model.layers import map_layers
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.spec import Cluster, steady_link
 from autohete_fx.errors import ClusterError

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import autohete_fx
 from autohete_fx import cluster
-from autohete_fx.cluster.automatic import held_layers
-from autohete_fx.cluster.pieces import Piece
+from autohete_fx.cluster.job.automatic import held_layers
+from autohete_fx.cluster.model.pieces import Piece
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, PipelineSchedule, Stage
 from autohete_fx.errors import AutoHeteError
 from autohete_fx.runtime import placement

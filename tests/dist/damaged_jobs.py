@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from autohete_fx import cluster
-from autohete_fx.cluster.pieces import Piece
-from autohete_fx.cluster.restore import restore
-from autohete_fx.cluster.store import Place, Save
+from autohete_fx.cluster.model.pieces import Piece
+from autohete_fx.cluster.store.restore import restore
+from autohete_fx.cluster.store.store import Place, Save
 from autohete_fx.errors import AutoHeteError
 
 Way = tuple[Sequence[str], Sequence[str], Sequence[int], Sequence[str]]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autohete_fx import cluster
-from autohete_fx.cluster.history import read_history
+from autohete_fx.cluster.report.history import read_history
 from autohete_fx.errors import ClusterError
 from tests.dist.cluster_jobs import Model, difference, joined, load, plan_of
 

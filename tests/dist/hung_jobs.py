@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autohete_fx import cluster
-from autohete_fx.cluster import unit
+from autohete_fx.cluster.model import unit
 from autohete_fx.errors import ClusterError
 from tests.dist.cluster_jobs import Model, backend_of, joined, load, plan_of
 

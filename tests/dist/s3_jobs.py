@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
 from autohete_fx import cluster
-from autohete_fx.cluster import restore as restoring
-from autohete_fx.cluster.job import JobLog
-from autohete_fx.cluster.saving import Saver
-from autohete_fx.cluster.store import Place, Save
+from autohete_fx.cluster.job.job import JobLog
+from autohete_fx.cluster.store import restore as restoring
+from autohete_fx.cluster.store.saving import Saver
+from autohete_fx.cluster.store.store import Place, Save
 from autohete_fx.errors import AutoHeteError
 from autohete_fx.internals.checkpoints import FsspecReader
 from tests.dist.cluster_jobs import (

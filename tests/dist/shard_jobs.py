@@ -12,10 +12,11 @@ from torch.distributed import distributed_c10d
 
 import autohete_fx
 from autohete_fx import cluster
-from autohete_fx.cluster import automatic, unit
 from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTime
+from autohete_fx.cluster.job import automatic
 from autohete_fx.cluster.memory import memory_of
-from autohete_fx.cluster.solve import Solution
+from autohete_fx.cluster.model import unit
+from autohete_fx.cluster.planner.solve import Solution
 from autohete_fx.cluster.spec import Cluster
 from autohete_fx.errors import AutoHeteError
 from autohete_fx.runtime import placement

@@ -12,8 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from autohete_fx import cli
-from autohete_fx.cluster import doctor
-from autohete_fx.cluster.described import described
+from autohete_fx.cluster.commands import doctor
+from autohete_fx.cluster.inputs.described import described
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.versions import timeout_of
 from tests.dist.ranks import run

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from autohete_fx.cli import main
-from autohete_fx.cluster import command
+from autohete_fx.cluster.commands import plan as command
 from autohete_fx.cluster.plan import ClusterPlan
 
 CONFIG = {

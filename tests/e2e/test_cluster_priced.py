@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from autohete_fx.cluster.costs import CostTable
-from autohete_fx.cluster.narrow import division_of, is_tied, part_of_model
-from autohete_fx.cluster.priced import by_kind, priced_costs
+from autohete_fx.cluster.inputs.narrow import division_of, is_tied, part_of_model
+from autohete_fx.cluster.inputs.priced import by_kind, priced_costs
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.modes import FakeTensorMode
 from autohete_fx.machine.devices import NET_LATENCY_S, find_device, machine_of_spec, net_of_spec

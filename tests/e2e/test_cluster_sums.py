@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autohete_fx
-from autohete_fx.cluster import sums
-from autohete_fx.cluster.batches import batch_of
-from autohete_fx.cluster.layers import map_layers
-from autohete_fx.cluster.pieces import Piece
-from autohete_fx.cluster.sums import GradientSums, sum_groups
+from autohete_fx.cluster.job import sums
+from autohete_fx.cluster.job.sums import GradientSums, sum_groups
+from autohete_fx.cluster.model.batches import batch_of
+from autohete_fx.cluster.model.layers import map_layers
+from autohete_fx.cluster.model.pieces import Piece
 from autohete_fx.compiler.agreement import Agreement
 from autohete_fx.internals.fake_group import fake_default_group
 from autohete_fx.runtime.announced import listen

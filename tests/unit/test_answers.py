@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from autohete_fx import cli
-from autohete_fx.cluster import command
-from autohete_fx.cluster.command import Request
+from autohete_fx.cluster.commands import plan as command
+from autohete_fx.cluster.commands.plan import Request
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, Stage
 from autohete_fx.commands import answers, planning
 from autohete_fx.commands.answers import Answer

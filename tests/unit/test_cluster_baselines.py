@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from autohete_fx.cluster.baselines import BASELINES
-from autohete_fx.cluster.measurements import cluster_of, costs_of, read
+from autohete_fx.cluster.inputs.measurements import cluster_of, costs_of, read
 from autohete_fx.cluster.memory import memory_of_plan
-from autohete_fx.cluster.solve import plan_cluster
+from autohete_fx.cluster.planner.baselines import BASELINES
+from autohete_fx.cluster.planner.solve import plan_cluster
 
 MEASURED = Path(__file__).parents[2] / "examples" / "benchmarks" / "measured"
 

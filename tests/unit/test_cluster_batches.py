@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autohete_fx.cluster.batches import batch_of, call
+from autohete_fx.cluster.model.batches import batch_of, call
 from autohete_fx.errors import ClusterError
 from tests.tiny_models import GPT
 

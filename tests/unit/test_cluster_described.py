@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from autohete_fx.cluster.described import described, save_cluster
-from autohete_fx.cluster.frontier import changes
+from autohete_fx.cluster.inputs.described import described, save_cluster
 from autohete_fx.cluster.links import Links
+from autohete_fx.cluster.planner.frontier import changes
 from autohete_fx.errors import ClusterError
 
 

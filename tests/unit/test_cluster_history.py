@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from autohete_fx import cli
-from autohete_fx.cluster.history import Change, read_history
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, Stage
+from autohete_fx.cluster.report.history import Change, read_history
 
 
 def joined(at: float, step: int, agents: str, plan_of: int, **num_bytes: int) -> dict[str, Any]:

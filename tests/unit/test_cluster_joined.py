@@ -10,9 +10,9 @@ from torch import nn
 
 from autohete_fx import cluster
 from autohete_fx.cluster.deploy import Member, deploy
-from autohete_fx.cluster.job import JobLog
+from autohete_fx.cluster.job.job import JobLog
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, Stage
-from autohete_fx.cluster.store import Store
+from autohete_fx.cluster.store.store import Store
 from autohete_fx.errors import ClusterError
 
 

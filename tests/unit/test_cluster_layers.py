@@ -13,10 +13,10 @@ import transformers as hf
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from autohete_fx.cluster.batches import batch_of, call
-from autohete_fx.cluster.building import build_noting_order, build_part
-from autohete_fx.cluster.layers import map_layers
-from autohete_fx.cluster.stage import build_stage
+from autohete_fx.cluster.model.batches import batch_of, call
+from autohete_fx.cluster.model.building import build_noting_order, build_part
+from autohete_fx.cluster.model.layers import map_layers
+from autohete_fx.cluster.stages.stage import build_stage
 from autohete_fx.errors import ClusterError
 from tests.tiny_models import GPT, VOCAB
 

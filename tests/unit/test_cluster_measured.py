@@ -11,10 +11,10 @@ import torch
 from autohete_fx import cli
 from autohete_fx.cluster.costs import LayerBytes
 from autohete_fx.cluster.deploy import Member
-from autohete_fx.cluster.described import described, save_measured
-from autohete_fx.cluster.layers import Shape
-from autohete_fx.cluster.measured_costs import GpuCosts, KindTime, _table
-from autohete_fx.cluster.measured_links import links_of, nodes_of, trials_of
+from autohete_fx.cluster.inputs.described import described, save_measured
+from autohete_fx.cluster.measuring.costs import GpuCosts, KindTime, _table
+from autohete_fx.cluster.measuring.links import links_of, nodes_of, trials_of
+from autohete_fx.cluster.model.layers import Shape
 from autohete_fx.cluster.spec import Cluster, Gpu, Node
 from autohete_fx.errors import ClusterError
 from autohete_fx.machine.devices import find_device, machine_of_spec, spec_of_machine

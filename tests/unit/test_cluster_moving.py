@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from autohete_fx.cluster.moving import Moving, all_from_cloud, layer_bytes, moved, nearest, settled
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, Stage
-from autohete_fx.cluster.solve import plan_cluster
-from autohete_fx.cluster.sources import Bandwidths, move_s
+from autohete_fx.cluster.planner.moving import Moving, all_from_cloud, layer_bytes, moved, nearest, settled
+from autohete_fx.cluster.planner.solve import plan_cluster
+from autohete_fx.cluster.store.sources import Bandwidths, move_s
 from tests.unit.test_cluster_solve import KINDS, cluster, costs
 
 TABLE = costs({"a": 1.0})

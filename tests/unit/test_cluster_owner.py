@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from autohete_fx.cluster.pieces import Piece
-from autohete_fx.cluster.saving import Saver
-from autohete_fx.cluster.store import Place, Store
+from autohete_fx.cluster.model.pieces import Piece
+from autohete_fx.cluster.store.saving import Saver
+from autohete_fx.cluster.store.store import Place, Store
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.fake_group import fake_default_group
 

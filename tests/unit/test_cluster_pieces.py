@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from autohete_fx.cluster import unit as unit_module
-from autohete_fx.cluster.batches import Shape, batch_of
-from autohete_fx.cluster.layers import map_layers
-from autohete_fx.cluster.pieces import Cut, Piece, covered, finest
-from autohete_fx.cluster.store import joined, taken
-from autohete_fx.cluster.tensor_parallel import TensorLayout, layout_of
-from autohete_fx.cluster.unit import UnitPlace
+from autohete_fx.cluster.model import unit as unit_module
+from autohete_fx.cluster.model.batches import Shape, batch_of
+from autohete_fx.cluster.model.layers import map_layers
+from autohete_fx.cluster.model.pieces import Cut, Piece, covered, finest
+from autohete_fx.cluster.model.tensor_parallel import TensorLayout, layout_of
+from autohete_fx.cluster.model.unit import UnitPlace
+from autohete_fx.cluster.store.store import joined, taken
 from autohete_fx.errors import ClusterError
 from tests.tiny_models import GPT
 

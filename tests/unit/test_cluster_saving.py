@@ -14,14 +14,13 @@ import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 
 import autohete_fx
-from autohete_fx.cluster import checksums
-from autohete_fx.cluster import store as stores
-from autohete_fx.cluster.about import ALL_NAMES, about_entry, about_of, check_optimizer, differences
-from autohete_fx.cluster.own_disk import OwnDisk
-from autohete_fx.cluster.pieces import Piece
-from autohete_fx.cluster.restore import Restored, restore
-from autohete_fx.cluster.saving import Saved, Saver
-from autohete_fx.cluster.store import COMMITTED, Place, Save, Store, read_parts
+from autohete_fx.cluster.model.pieces import Piece
+from autohete_fx.cluster.store import store as stores
+from autohete_fx.cluster.store.about import ALL_NAMES, about_entry, about_of, check_optimizer, differences
+from autohete_fx.cluster.store.own_disk import OwnDisk
+from autohete_fx.cluster.store.restore import Restored, restore
+from autohete_fx.cluster.store.saving import Saved, Saver
+from autohete_fx.cluster.store.store import COMMITTED, Place, Save, Store, checksums, read_parts
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.checkpoints import alone
 from autohete_fx.internals.fake_group import fake_default_group

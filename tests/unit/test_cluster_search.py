@@ -2,10 +2,10 @@
 
 import pytest
 
-from autohete_fx.cluster.events import Sends
-from autohete_fx.cluster.search import Search
-from autohete_fx.cluster.shapes import shard_counts
-from autohete_fx.cluster.solve import _few_units, plan_cluster
+from autohete_fx.cluster.planner.search import Search
+from autohete_fx.cluster.planner.shapes import shard_counts
+from autohete_fx.cluster.planner.solve import _few_units, plan_cluster
+from autohete_fx.cluster.simulation.events import Sends
 from autohete_fx.errors import ClusterError
 from tests.unit.test_cluster_solve import cluster, costs
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTime
-from autohete_fx.cluster.events import Sends
-from autohete_fx.cluster.gradient_sums import last_sums_s, sums_of
-from autohete_fx.cluster.instructions import instructions
+from autohete_fx.cluster.inputs.measurements import costs_of, read
 from autohete_fx.cluster.links import Links
-from autohete_fx.cluster.measurements import costs_of, read
 from autohete_fx.cluster.memory import memory_of_plan
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, PipelineSchedule, Stage
-from autohete_fx.cluster.simulate import simulate
+from autohete_fx.cluster.simulation.events import Sends
+from autohete_fx.cluster.simulation.gradient_sums import last_sums_s, sums_of
+from autohete_fx.cluster.simulation.instructions import instructions
+from autohete_fx.cluster.simulation.simulate import simulate
 from autohete_fx.cluster.spec import Cluster, Gpu, Joined, Node, steady_link
 from autohete_fx.errors import ClusterError
 

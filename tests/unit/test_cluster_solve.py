@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from autohete_fx.cluster.costs import CostTable, LayerBytes, LayerTime, UpdateTime
-from autohete_fx.cluster.events import Sends
+from autohete_fx.cluster.inputs.measurements import cluster_of, costs_of, plan_of_grids, read
 from autohete_fx.cluster.links import Links
-from autohete_fx.cluster.measurements import cluster_of, costs_of, plan_of_grids, read
 from autohete_fx.cluster.memory import memory_of_plan
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, Stage
-from autohete_fx.cluster.shapes import Shape, Shaper, UnitType, divided_evenly, shard_counts
-from autohete_fx.cluster.simulate import simulate
-from autohete_fx.cluster.solve import plan_cluster
+from autohete_fx.cluster.planner.shapes import Shape, Shaper, UnitType, divided_evenly, shard_counts
+from autohete_fx.cluster.planner.solve import plan_cluster
+from autohete_fx.cluster.simulation.events import Sends
+from autohete_fx.cluster.simulation.simulate import simulate
 from autohete_fx.cluster.spec import Cluster, Gpu, Joined, Node, steady_link
 from autohete_fx.errors import ClusterError
 
@@ -219,7 +219,7 @@ def test_a_stage_of_layers_that_take_no_time_is_planned():
 
 
 def test_there_is_no_bound_where_its_program_finds_no_plan(monkeypatch):
-    monkeypatch.setattr("autohete_fx.cluster.counts.Counts.fastest", lambda *_: (0.0, []))
+    monkeypatch.setattr("autohete_fx.cluster.planner.counts.Counts.fastest", lambda *_: (0.0, []))
     given, table = cluster(["aa", "a"], {"a": 40_000}, rate=2e3), costs({"a": 0.1}, degrees=(1,))
     found = plan_cluster(given, table, global_batch=1)
     assert found.model_bound_s is None

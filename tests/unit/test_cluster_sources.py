@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autohete_fx.cluster.sources import Bandwidths, Moved, Wanted, move_s, moved_by, quickest
+from autohete_fx.cluster.store.sources import Bandwidths, Moved, Wanted, move_s, moved_by, quickest
 
 NAMES = "abcdef"
 RATES = Bandwidths(local=4.0, peer=2.0, cloud=1.0, cloud_of_all=2.0, cloud_first_s=0.0)

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import SplitPoint, pipe_split
 
 from autohete_fx.cluster import deploy
-from autohete_fx.cluster.batches import Batch, batch_of, call
-from autohete_fx.cluster.layers import LayerMap, map_layers
-from autohete_fx.cluster.marks import with_marks
-from autohete_fx.cluster.measured_costs import kinds_of
-from autohete_fx.cluster.stage import build_stage
-from autohete_fx.cluster.tensor_parallel import layout_of
+from autohete_fx.cluster.measuring.costs import kinds_of
+from autohete_fx.cluster.model.batches import Batch, batch_of, call
+from autohete_fx.cluster.model.layers import LayerMap, map_layers
+from autohete_fx.cluster.model.marks import with_marks
+from autohete_fx.cluster.model.tensor_parallel import layout_of
+from autohete_fx.cluster.stages.stage import build_stage
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.modes import CopiedFakeTensorMode
 from tests.branched import UNet, split_spec

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autohete_fx.cluster.job import _check_rate
-from autohete_fx.cluster.pieces import Piece
-from autohete_fx.cluster.states import restore_states, states_of
+from autohete_fx.cluster.job.job import _check_rate
+from autohete_fx.cluster.model.pieces import Piece
+from autohete_fx.cluster.store.states import restore_states, states_of
 from autohete_fx.errors import ClusterError
 
 Params = dict[str, nn.Parameter]

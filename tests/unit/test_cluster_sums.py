@@ -9,11 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from autohete_fx.cluster import sums
-from autohete_fx.cluster.batches import batch_of
-from autohete_fx.cluster.layers import map_layers
-from autohete_fx.cluster.pieces import Cut, Piece
-from autohete_fx.cluster.sums import GradientSums, clip_factor, sum_groups
+from autohete_fx.cluster.job import sums
+from autohete_fx.cluster.job.sums import GradientSums, clip_factor, sum_groups
+from autohete_fx.cluster.model.batches import batch_of
+from autohete_fx.cluster.model.layers import map_layers
+from autohete_fx.cluster.model.pieces import Cut, Piece
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.fake_group import fake_default_group
 from autohete_fx.runtime.held import held

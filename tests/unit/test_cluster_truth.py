@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from autohete_fx.cluster.measurements import costs_of, read, rows_of, run_of, runs_of
-from autohete_fx.cluster.simulate import simulate
+from autohete_fx.cluster.inputs.measurements import costs_of, read, rows_of, run_of, runs_of
+from autohete_fx.cluster.simulation.simulate import simulate
 from autohete_fx.errors import ClusterError
 
 MEASURED = Path(__file__).parents[2] / "examples" / "benchmarks" / "measured"

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autohete_fx.cluster.batches import batch_of
-from autohete_fx.cluster.layers import map_layers
+from autohete_fx.cluster.model.batches import batch_of
+from autohete_fx.cluster.model.layers import map_layers
 from autohete_fx.errors import ClusterError
 
 

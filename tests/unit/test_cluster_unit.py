@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import pipe_split
 
 import autohete_fx
-from autohete_fx.cluster.automatic import may_shard
-from autohete_fx.cluster.batches import Shape, batch_of
 from autohete_fx.cluster.deploy import check_runs
-from autohete_fx.cluster.layers import map_layers
-from autohete_fx.cluster.pieces import Cut, Piece
+from autohete_fx.cluster.job.automatic import may_shard
+from autohete_fx.cluster.model.batches import Shape, batch_of
+from autohete_fx.cluster.model.layers import map_layers
+from autohete_fx.cluster.model.pieces import Cut, Piece
+from autohete_fx.cluster.model.tensor_parallel import TensorLayout
+from autohete_fx.cluster.model.unit import UnitPlace
 from autohete_fx.cluster.plan import ClusterPlan
-from autohete_fx.cluster.tensor_parallel import TensorLayout
-from autohete_fx.cluster.unit import UnitPlace
 from autohete_fx.errors import ClusterError
 from tests.dist.cluster_jobs import plan_of
 from tests.tiny_models import GPT

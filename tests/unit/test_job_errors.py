@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autohete_fx.cluster.job import Job
+from autohete_fx.cluster.job.job import Job
 from autohete_fx.errors import ClusterError
 
 

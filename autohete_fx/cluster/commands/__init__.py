@@ -1,0 +1,1 @@
+"""Commands about clusters: `autohete plan --cluster` and `autohete doctor --cluster`."""

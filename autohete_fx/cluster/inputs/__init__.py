@@ -1,0 +1,1 @@
+"""Clusters and costs that are not measured here: descriptions of users, published measurements, data sheets."""

@@ -1,0 +1,1 @@
+"""Costs of layers and links, timed on the devices of a running job."""

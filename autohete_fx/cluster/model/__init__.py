@@ -1,0 +1,1 @@
+"""A model that ranks divide: its layers, and the pieces of its parameters."""

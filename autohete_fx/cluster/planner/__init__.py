@@ -1,0 +1,1 @@
+"""How plans are found: shapes of pipelines, how many of each, where they stand, and planners to compare with."""
