@@ -165,6 +165,7 @@ class GraphParameters:
             self._warn_of_others(params)
             unplanned.note_run(
                 params,
+                (held(given[index]) for index in self._all),
                 is_training=self.compilation.training,
                 is_limited=self.compilation.device_budget_bytes is not None,
             )

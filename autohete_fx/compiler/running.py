@@ -102,7 +102,7 @@ def running(
     is_watched = assumed is not None and same_call is None
     outside = Outside(weakref.ref(model), origin, compilation, is_watched=is_watched)
     kept = KeptOutputs(weakref.ref(model), origin, compilation, parameters, is_watched=is_watched)
-    backward = _adding(weakref.ref(model), guarded, refuse, outside, kept, compilation)
+    backward = _adding(weakref.ref(model), guarded, refuse, outside, kept, compilation, same_call)
 
     @functools.wraps(compiled, updated=())
     def run(*args: object) -> object:
@@ -235,6 +235,7 @@ def _adding(
     outside: Outside,
     kept: KeptOutputs,
     compilation: Compilation,
+    same_call: SameCall | None,
 ) -> Callable[..., object]:
     """What calls a compiled backward, and times it: autograd does not get the gradients that updates under way add to ``.grad``."""
 
@@ -244,6 +245,8 @@ def _adding(
         outside.begin_backward(node, *args)
         kept.begin_backward()
         refuse(node)
+        if same_call is not None:
+            same_call.note_backward()
         begin_s = time.perf_counter()
         if (is_kept := versions.is_graph_kept()) and compilation.device_budget_bytes is not None:
             _tell_that_graphs_are_kept()

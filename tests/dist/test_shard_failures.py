@@ -286,9 +286,9 @@ def leaves_out(what: str, rank: int) -> None:
         began = time.monotonic()
         try:
             loss = model(torch.full((4, 128), 0.1 * (1 + step), dtype=torch.float64))
-            if not (is_left_out and what == "backward"):
+            if not (is_left_out and what in ("backward", "both")):
                 loss.backward()
-            if not (is_left_out and what == "step"):
+            if not (is_left_out and what in ("step", "both")):
                 optimizer.step()
             optimizer.zero_grad()
         except ShardError as error:
@@ -297,9 +297,41 @@ def leaves_out(what: str, rank: int) -> None:
     end_together([told, time.monotonic() - began])
 
 
-@pytest.mark.parametrize("what", ["backward", "step"])
-def test_a_rank_that_leaves_out_a_backward_or_a_step_is_named_at_once(tmp_path: Path, what: str):
+@pytest.mark.parametrize("what", ["backward", "both"])
+def test_a_rank_that_leaves_out_a_backward_is_named_at_once(tmp_path: Path, what: str):
     first, second = ranks.run("tests.dist.test_shard_failures.leaves_out", tmp_path, what, 1)
     for number, (told, seconds) in enumerate((first, second)):
         assert f"rank {1 - number} has begun " in told and "left out a forward, a backward or a step" in told, told
         assert "Let all of them run as many forwards, backwards and steps" in told and seconds < 60, (told, seconds)
+
+
+def test_a_rank_that_leaves_out_a_step_is_told_at_once(tmp_path: Path):
+    (first, first_s), (second, second_s) = ranks.run("tests.dist.test_shard_failures.leaves_out", tmp_path, "step", 1)
+    assert first.startswith("optimizer.step() began on this rank, of an optimizer of "), first
+    assert "ran different graphs of it at a time" in second or "rank 0 failed with ShardError: optimizer.step()" in second
+    assert max(first_s, second_s) < 60
+
+
+def steps_in_another_order(small: int) -> None:
+    """What ranks are told whose optimizers, one of a small parameter of 64 and one of another size, step in another order."""
+    first, second = Normed(), Normed()
+    second.norm = nn.LayerNorm(128, bias=small == 64).double()
+    both = autohete_fx.shard(nn.ModuleList([first, second]), mesh())
+    optimizers = [autohete_fx.AdamW(model.parameters()) for model in (first, second)]
+    compiled = torch.compile(lambda x: first(x) + second(x), **backend())
+    told = ""
+    try:
+        compiled(torch.ones(4, 128, dtype=torch.float64)).backward()
+        for optimizer in optimizers if dist.get_rank() else reversed(optimizers):
+            optimizer.step()
+    except ShardError as error:
+        told = str(error)
+    del both
+    end_together(told)
+
+
+@pytest.mark.parametrize("small", [64, 32])
+def test_optimizers_that_step_in_another_order_on_one_rank_are_refused(tmp_path: Path, small: int):
+    """Else the mean of one's gradients would be taken with the other's, or gloo would end the process where sizes differ."""
+    for told in ranks.run("tests.dist.test_shard_failures.steps_in_another_order", tmp_path, small):
+        assert "Step several optimizers in one order" in told, told

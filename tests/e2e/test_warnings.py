@@ -258,3 +258,31 @@ def test_parameters_on_another_device_than_the_one_that_computes_are_not_moved(c
     _keep_elsewhere({"here": here, "there": there, "small": small}, here.device)
     assert is_movable(here) and not is_movable(there) and len(messages(caplog)) == 1
     assert messages(caplog)[0].startswith("parameter there is on meta, and the graph computes on cpu")
+
+
+class Translating(nn.Module):
+    """PyTorch's own encoder and decoder, which look whether a mask is causal, unless they are told: that breaks the graph."""
+
+    def __init__(self, is_causal: bool | None) -> None:
+        super().__init__()
+        self.is_causal = is_causal
+        self.embedding = nn.Embedding(32, 128)
+        self.layers = nn.Transformer(128, 2, 1, 1, 256, batch_first=True)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, mask = self.embedding(tokens), nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        return self.layers(x, x, tgt_mask=mask, tgt_is_causal=self.is_causal).square().mean()
+
+
+@pytest.mark.parametrize("is_causal", [None, True])
+def test_training_of_parameters_that_no_graph_reads_is_told(is_causal: bool | None, caplog: pytest.LogCaptureFixture):
+    model = Translating(is_causal)
+    optimizer = autohete_fx.AdamW(model.parameters())
+    model.compile(backend="autohete", options={**EAGER, "memory_budget": "64MiB"})
+    for _ in range(4):
+        model(torch.randint(32, (4, 16))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    told = [message for message in messages(caplog) if message.startswith("no compiled graph reads ")]
+    assert len(told) == (is_causal is None), messages(caplog)
+    assert all("such as one of size [384, 128]" in message and "memory_budget does not count" in message for message in told)

@@ -1,16 +1,16 @@
 """Where ranks are in their program: whether one waits for a collective that another has left out.
 
-Each rank counts, in the order of its program, the collectives of graphs that it issued and the optimizer's steps that it began. All
-ranks that hold a model go through the same pairs of numbers. One that has waited for a second writes its own where the ranks met,
-and looks for those of the others. Two pairs on one way never have one number greater and the other smaller. Where they have,
-a rank has left out a backward or a step, or runs a forward by itself. Pairs of the past prove it as well.
+Each rank counts, in the order of its program, the forwards, backwards and optimizer's steps that it began. It also counts the
+collectives of graphs that it issued. All ranks that hold a model go through the same numbers. One that has waited for a second writes its own where
+the ranks met, and looks for those of the others. Numbers on one way never have one that is greater and one that is smaller. Where
+they have, a rank has left out a backward or a step, or runs a forward by itself. Numbers of the past prove it as well.
 """
 
 import contextlib
 import json
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -21,25 +21,48 @@ Group = dist.ProcessGroup
 _KEY = "autohete_fx/position"
 _FEW = 16
 """Ranks that all look at all others."""
-_positions: "weakref.WeakKeyDictionary[Group, tuple[int, int]]" = weakref.WeakKeyDictionary()
-"""By the group for values of the ranks that hold a model: collectives and steps."""
 
 
-def note_collective(control: Group) -> None:
-    """This rank issues a collective of a graph."""
-    collectives, steps = _positions.get(control, (0, 0))
-    _positions[control] = collectives + 1, steps
+class _Position(NamedTuple):
+    """How many of each a rank has begun."""
+
+    forwards: int = 0
+    backwards: int = 0
+    steps: int = 0
+    collectives: int = 0
+
+
+_positions: "weakref.WeakKeyDictionary[Group, _Position]" = weakref.WeakKeyDictionary()
+"""By the group for values of the ranks that hold a model."""
+
+
+def note_forward(control: Group) -> None:
+    """This rank begins the forward of a graph."""
+    at = position_of(control)
+    _positions[control] = at._replace(forwards=at.forwards + 1)
+
+
+def note_backward(control: Group) -> None:
+    """This rank begins the backward of a graph."""
+    at = position_of(control)
+    _positions[control] = at._replace(backwards=at.backwards + 1)
 
 
 def note_step(control: Group) -> None:
     """This rank begins a step of an optimizer."""
-    collectives, steps = _positions.get(control, (0, 0))
-    _positions[control] = collectives, steps + 1
+    at = position_of(control)
+    _positions[control] = at._replace(steps=at.steps + 1)
 
 
-def num_collectives(control: Group) -> int:
-    """How many collectives of graphs this rank has issued."""
-    return _positions.get(control, (0, 0))[0]
+def note_collective(control: Group) -> None:
+    """This rank issues a collective of a graph."""
+    at = position_of(control)
+    _positions[control] = at._replace(collectives=at.collectives + 1)
+
+
+def position_of(control: Group) -> _Position:
+    """How many of each this rank has begun."""
+    return _positions.get(control, _Position())
 
 
 def diverged(control: Group | None) -> str:
@@ -56,18 +79,23 @@ def diverged(control: Group | None) -> str:
     return ""
 
 
-def _diverged(store: Any, control: Group, mine: tuple[int, int]) -> str:
+def _diverged(store: Any, control: Group, mine: _Position) -> str:
     key = f"{_KEY}/{control.group_name}"
     store.set(f"{key}/{dist.get_rank()}", json.dumps(mine))
     for rank in _peers(dist.get_process_group_ranks(control)):
         if store.check([f"{key}/{rank}"]):
-            collectives, steps = json.loads(store.get(f"{key}/{rank}"))
-            if (collectives - mine[0]) * (steps - mine[1]) < 0:
+            theirs = _Position(*json.loads(store.get(f"{key}/{rank}")))
+            ahead = [there - here for there, here in zip(theirs, mine, strict=True)]
+            if min(ahead) < 0 < max(ahead):
                 return (
-                    f"rank {rank} has begun {steps} steps of the optimizer and {collectives} collectives of forwards and backwards,"
-                    f" this rank {mine[1]} and {mine[0]}: one of them has left out a forward, a backward or a step"
+                    f"rank {rank} has begun {_words(theirs)}, this rank {_words(mine)}: one of them has left out a forward, a backward"
+                    " or a step"
                 )
     return ""
+
+
+def _words(at: _Position) -> str:
+    return f"{at.forwards} forwards, {at.backwards} backwards, {at.steps} steps and {at.collectives} collectives"
 
 
 def _peers(members: list[int]) -> Iterator[int]:

@@ -4,8 +4,8 @@
 trainer's ``training_step``, runs that eagerly. Nothing that we have a hand in then runs but the optimizer. Nor do we see a
 backward pass that computes blocks once more in eager code, as that of reversible layers does. Their compiled graphs only infer.
 The optimizer therefore asks here when it has stepped: does a function still wait for its first call, and may its parameters be
-these? Has a parameter a gradient that comes from no graph of ours, though one reads it? Is the optimizer a copy, whose parameters
-no graph reads?
+these? Has a parameter a gradient that comes from no graph of ours, though one reads it? Has one a gradient that no graph reads, as
+that of layers at which Dynamo broke the graph? Is the optimizer a copy, whose parameters no graph reads?
 """
 
 import logging
@@ -28,10 +28,10 @@ _waiting: "weakref.WeakKeyDictionary[object, weakref.ref[object] | None]" = weak
 """By what lives as long as a compiled function: the module or function that was compiled, where that is known."""
 
 _compiled: "WeakIdKeyDictionary" = WeakIdKeyDictionary()  # parameters that some graph of ours reads
-_trained: "WeakIdKeyDictionary" = WeakIdKeyDictionary()  # large ones that a training graph of ours ran with
-_inferred: "WeakIdKeyDictionary" = (
-    WeakIdKeyDictionary()
-)  # others that one without gradients ran with in a budget -> their names
+_trained: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
+"""By parameter that a training graph of ours ran with: whether that was within a budget."""
+_inferred: "WeakIdKeyDictionary" = WeakIdKeyDictionary()
+"""Names of others, that a graph without gradients ran with in a budget."""
 
 
 def await_call(key: object, compiled: object) -> None:
@@ -55,11 +55,15 @@ def note_compilation(inputs: Iterable[Tensor]) -> None:
     _compiled.update({t: True for t in inputs if isinstance(t, nn.Parameter)})
 
 
-def note_run(parameters: Mapping[str, Tensor], *, is_training: bool, is_limited: bool) -> None:
-    """A graph of ours gets these large parameters, by name. ``is_limited``: within a budget."""
+def note_run(
+    parameters: Mapping[str, Tensor], others: Iterable[Tensor], *, is_training: bool, is_limited: bool
+) -> None:
+    """A graph of ours gets these large parameters, by name, and others. ``is_limited``: within a budget."""
+    if is_training:
+        _trained.update(dict.fromkeys(others, is_limited))
     for name, parameter in parameters.items():
         if is_training:
-            _trained[parameter] = True
+            _trained[parameter] = is_limited
             _inferred.pop(parameter, None)
         elif is_limited and parameter not in _trained:
             _inferred[parameter] = name
@@ -86,7 +90,11 @@ class Watch:
         """
         if self._has_told:
             return
-        told = _told_of_uncalled(params, self._optimizer) or _told_of_eager(params, states)
+        told = (
+            _told_of_uncalled(params, self._optimizer)
+            or _told_of_eager(params, states)
+            or _told_of_unread(params, self._optimizer)
+        )
         if self._is_copy and not told:
             told = _told_of_copy(params, self._optimizer)
         self._num_steps = self._num_steps + 1 if told else 0
@@ -152,4 +160,19 @@ def _told_of_eager(params: Collection[Tensor], states: Mapping[Tensor, Mapping[s
         " read them: their blocks are computed once more in a backward pass that torch.compile does not see, as that of reversible"
         " layers, or in a call that was not compiled. That is exact, but memory_budget counts neither their"
         f" {format_bytes(sum(t.nbytes for t in made))} of gradients and optimizer states nor what that backward pass takes"
+    )
+
+
+def _told_of_unread(params: Collection[Tensor], optimizer: str) -> str:
+    """The warning of large parameters that are trained and that no graph reads, beside others in a budget; empty where there is
+    none."""
+    large = [p for p in params if p.nbytes >= SMALLEST_COPY_BYTES and p.grad is not None]
+    unread = [p for p in large if p not in _compiled and p not in _trained]
+    if not unread or not any(_trained.get(p, False) for p in params):
+        return ""
+    return (
+        f"no compiled graph reads {len(unread)} of the parameters that autohete_fx.{optimizer} trains, such as one of size"
+        f" {list(unread[0].shape)}, {format_bytes(sum(p.nbytes for p in unread))} together. Their layers run eagerly, which is exact,"
+        " but memory_budget does not count what these keep for their backward. TORCH_LOGS=graph_breaks names code at which Dynamo"
+        " breaks a graph and leaves out the function around it: change that, or compile what was left out"
     )

@@ -5,7 +5,8 @@ evaluates while the others train, or has a batch of another size, each would tak
 would tell where sizes agree. A message to all ranks goes beside each forward, and is read when that has ended. A rank
 that finds another graph raises, and writes so where those look that wait for a collective which is not coming.
 
-A rank that compiles sends one, too, before anything else: the others may run what they have compiled before.
+A rank that compiles sends one, too, before anything else: the others may run what they have compiled before. A rank whose optimizer
+steps sends one as well, for gradients are averaged by the order of its parameters.
 
 Code that raises on one rank leaves collectives half done. The others are told why at once. This rank's next forward begins when all
 have failed alike, as they may go on then; else it raises, before its collectives meet those.
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from autohete_fx.errors import CollectiveError, ShardError
 from autohete_fx.runtime.lanes.failures import raise_known, tell_end, tell_refusal
 from autohete_fx.runtime.lanes.net import all_reduce
-from autohete_fx.runtime.lanes.positions import num_collectives
+from autohete_fx.runtime.lanes.positions import note_backward, note_forward, position_of
 from autohete_fx.runtime.pending.fence import tensors_in
 from autohete_fx.runtime.shard.parts import part_of
 from autohete_fx.runtime.shard.ranks import Ranks, ranks_by_digest
@@ -62,6 +63,32 @@ def check_all_compile(ranks: Ranks, sizes: Sequence[tuple[int, ...]]) -> None:
     raise error
 
 
+def check_all_step(ranks: Ranks, numbers: Sequence[int]) -> None:
+    """Wait until all ranks step.
+
+    Args:
+        numbers: of the parameters that the optimizer holds, in its order.
+
+    Raises:
+        ShardError: another rank steps others, or runs or compiles a graph meanwhile.
+        CollectiveError: another rank is not there.
+    """
+    if ranks.total == 1:
+        return
+    number = _number(f"step {list(numbers)}")
+    largest = _messages.send((number, -number, *(0,) * _NUM_TOLD), ranks).result()
+    if _is_same(largest):
+        return
+    _raise_failed(largest, ranks.control)
+    error = ShardError(
+        f"optimizer.step() began on this rank, of an optimizer of {len(numbers)} parameters that ranks hold together. Another rank"
+        " steps an optimizer of others, or in another order, or runs a forward meanwhile. Expected were the same steps in the same"
+        " order on all ranks. Step several optimizers in one order, and leave a step out on all ranks or on none"
+    )
+    tell_refusal(error, ranks.control)
+    raise error
+
+
 _FAILED = 1 << 60
 """Added to the number of a graph by a rank whose last forward or backward raised."""
 _MANY = 1_000_003
@@ -82,7 +109,7 @@ class SameCall:
 
     def __init__(self, digest: str, graph: str, kind: str) -> None:
         self._digest, self._kind = digest, kind
-        self._number = int.from_bytes(hashlib.sha256(graph.encode()).digest()[:7], "big")
+        self._number = _number(graph)
 
     @contextlib.contextmanager
     def checked(
@@ -113,7 +140,8 @@ class SameCall:
                 tell_end(error, ranks.control)
             raise error
         if failure:
-            number = _FAILED + (number + num_collectives(ranks.control) * _MANY) % _FAILED
+            number = _FAILED + (number + position_of(ranks.control).collectives * _MANY) % _FAILED
+        note_forward(ranks.control)
         control, largest = ranks.control, _messages.send((number, -number, *told), ranks)
         del ranks
         if failure:
@@ -135,13 +163,17 @@ class SameCall:
             raise self._refusal(sizes, largest.result(), control)
         hear(largest.result()[2:])
 
+    def note_backward(self) -> None:
+        """The graph's backward begins."""
+        note_backward(ranks_by_digest(self._digest).control)
+
     def note_failure(self, error: BaseException) -> None:
         """The code of a forward or backward has raised: the others, which may wait for its collectives, are told why."""
         ranks = ranks_by_digest(self._digest)
         control, is_collective = ranks.control, isinstance(error, CollectiveError)
         words = error.reason if isinstance(error, CollectiveError) else error
         # Under tensor parallelism graphs run collectives of their own.
-        is_counted = num_collectives(control) and ranks.tensor_parallel is None
+        is_counted = position_of(control).collectives and ranks.tensor_parallel is None
         _failures[control] = f"{type(error).__name__}: {words}", is_collective or not is_counted
         if isinstance(error, Exception) and not is_collective:
             tell_refusal(error, control)
@@ -152,10 +184,15 @@ class SameCall:
         error = ShardError(
             f"ranks that hold a model ran different graphs of it at a time: here {self._kind} of inputs of sizes {sizes}, elsewhere"
             f" {elsewhere}. Expected was the same on all ranks, whose collectives are of one graph. Give all of them as many"
-            " batches, of the same sizes, and let all of them train or evaluate at a time; text is generated with synced_gpus=True"
+            " batches, of the same sizes, and let all of them train, evaluate or step at a time; text is generated with synced_gpus=True"
         )
         tell_refusal(error, among)
         return error
+
+
+def _number(what: str) -> int:
+    """A number that is the same on all ranks for the same text."""
+    return int.from_bytes(hashlib.sha256(what.encode()).digest()[:7], "big")
 
 
 def _raise_failed(largest: Sequence[int], among: dist.ProcessGroup) -> None:

@@ -23,6 +23,8 @@ from autohete_fx.runtime.lanes.net import all_reduce
 from autohete_fx.runtime.lanes.positions import note_step
 from autohete_fx.runtime.shard import parts, state
 from autohete_fx.runtime.shard.parts import part_of
+from autohete_fx.runtime.shard.ranks import Ranks
+from autohete_fx.runtime.shard.same_call import check_all_step
 from autohete_fx.runtime.tiers.host import is_home
 from autohete_fx.runtime.wholes import check_unwritten, note_change
 
@@ -93,13 +95,20 @@ def prepare(params: Iterable[Tensor]) -> None:
     """Make the gradients of a step those of all ranks.
 
     Raises:
-        ShardError: a gradient was written to since backward, or a shard whose block is replicated.
+        ShardError: a gradient was written to since backward, or a shard whose block is replicated; or another rank does not step
+            the same parameters.
     """
     params = list(params)
-    for control in {part.ranks.control for param in params if (part := part_of(param)) is not None}:
-        note_step(control)
+    held: dict[Ranks, list[int]] = {}
+    for param in params:
+        if (part := part_of(param)) is not None:
+            held.setdefault(part.ranks, []).append(part.number)
+    for ranks in held:
+        note_step(ranks.control)
     check_unwritten()
     _refuse(parts.written_since_backward(params), "step()")
+    for ranks, numbers in held.items():
+        check_all_step(ranks, numbers)
     note_change()
     by_kind: dict[tuple[str, bool, torch.dtype, torch.device], list[Tensor]] = {}
     for param in params:
