@@ -43,6 +43,7 @@ class SavedAs:
         again: what to do where one cannot be used, such as ``make the plan again``.
         schema_version: what is written.
         error: raised for everything that is wrong.
+        wrong: how a file is called that has wrong entries; one that users write is not damaged.
         upgrades: by an earlier version that is read, too, the object of a later one.
     """
 
@@ -51,6 +52,7 @@ class SavedAs:
     again: str
     schema_version: int
     error: type[AutoHeteError]
+    wrong: str = "is damaged"
     upgrades: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
 
     def parse(self, text: str, build: Callable[[dict[str, Any]], Value]) -> Value:
@@ -73,7 +75,7 @@ class SavedAs:
             return build(raw)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             what = f"it lacks {error}" if isinstance(error, KeyError) else error
-            raise self.error(f"the {self.kind} file is damaged: {what}; {self.again}") from error
+            raise self.error(f"the {self.kind} file {self.wrong}: {what}; {self.again}") from error
 
     def load(self, path: str | Path, from_json: Callable[[str], Value]) -> Value:
         """``from_json`` of a file's text; every error names the file."""

@@ -95,16 +95,20 @@ def test_short_forms_that_are_none(text, message):
         ({"schema_version": 1, "nodes": []}, "no nodes"),
         (
             {"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1}], "node_gb_per_s": {"l40s": 10**400}},
-            "damaged: int too large",
+            "was given: int too large",
         ),
         (
             {"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1}], "memory_gib": {"l40s": 1e305}},
-            "damaged: cannot convert float infinity",
+            "was given: cannot convert float infinity",
         ),
         ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 0}]}, "0 GPUs"),
         (
             {"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1}], "node_gb_per_s": {"l40s": 0}},
             "node_gb_per_s of l40s is 0",
+        ),
+        (
+            {"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1}], "usd_per_hour": {"l40s": 0}},
+            "the cluster file was given: usd_per_hour of l40s is 0; expected a number of more than 0; correct the file",
         ),
         ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": -1}]}, "-1 GPUs"),
         ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1, "count": 0}]}, "l40s-48g has a count of 0 nodes"),

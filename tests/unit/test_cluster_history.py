@@ -8,7 +8,9 @@ import pytest
 
 from autohete_fx import cli
 from autohete_fx.cluster.plan import ClusterPlan, Pipeline, Stage
-from autohete_fx.cluster.report.history import Change, read_history
+from autohete_fx.cluster.report.history import Change, facts, read_history
+from autohete_fx.cluster.report.history_page import history_page
+from autohete_fx.errors import ClusterError
 
 
 def joined(at: float, step: int, agents: str, plan_of: int, **num_bytes: int) -> dict[str, Any]:
@@ -74,6 +76,33 @@ def test_report_draws_a_page_of_a_jobs_log(log: Path, capsys: pytest.CaptureFixt
     assert page.count('class="began"') == 2 * 2 and "1 told to leave" in page
     assert cli.main(["report", str(log)]) == 0
     assert "unknown, since x has no price" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], "nothing yet"),
+        ([{"event": "save", "time_s": 103.0, "local": -1, "cloud": -1}], "nothing yet"),
+        ([{"event": "save", "time_s": 103.0, "local": 8, "cloud": -1}], "step 8 on disks, none in the cloud"),
+        ([{"event": "finish", "time_s": 103.0, "local": -1, "cloud": 0}], "none on disks, step 0 in the cloud"),
+    ],
+)
+def test_a_place_without_a_save_is_told(tmp_path: Path, rows: list[dict[str, Any]], words: str):
+    path = tmp_path / "events.jsonl"
+    path.write_text("\n".join(map(json.dumps, [joined(102.0, 0, "ab", 2), *rows])))
+    found = read_history(path)
+    assert facts(found, {})["saved"] == words and words in history_page(found, {})
+
+
+def test_bytes_that_are_no_text_are_a_damaged_line(log: Path, capsys: pytest.CaptureFixture[str]):
+    whole = read_history(log)
+    log.write_bytes(b"\x80\x04\xff\n" + log.read_bytes().replace(b"\n", b"\n\xff\xfe{\n", 3))
+    assert read_history(log) == whole
+    log.write_bytes(bytes(range(256)))
+    assert cli.main(["report", str(log)]) == 2
+    assert "no line of a job that began" in capsys.readouterr().err
+    with pytest.raises(ClusterError, match=r"was given: Is a directory\. Expected was a file"):
+        read_history(log.parent)
 
 
 @pytest.mark.parametrize(

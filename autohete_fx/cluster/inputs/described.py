@@ -54,6 +54,7 @@ _FILES = SavedAs(
     again="correct the file",
     schema_version=1,
     error=ClusterError,
+    wrong="was given",
 )
 
 

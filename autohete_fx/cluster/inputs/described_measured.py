@@ -19,7 +19,9 @@ from autohete_fx.ir.files import SavedAs, checked, is_file
 
 _KEYS = ("nodes", "usd_per_hour", "memory_gib", "schema_version")
 _NODE_KEYS = ("gpu", "gpus", "count")
-_FILES = SavedAs(kind="cluster", writer="the user", again="correct the file", schema_version=1, error=ClusterError)
+_FILES = SavedAs(
+    kind="cluster", writer="the user", again="correct the file", schema_version=1, error=ClusterError, wrong="was given"
+)
 
 
 def described_measured(text: str, network: Any) -> Cluster:

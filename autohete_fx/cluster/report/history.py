@@ -89,7 +89,7 @@ class History:
     Attributes:
         starts: in order.
         end_s: of the last line of the log.
-        saved: newest step that all disks have, and that the cloud has; -1: none.
+        saved: newest step that all disks have (``local``), and that the cloud has (``cloud``), where there is one.
     """
 
     starts: tuple[Start, ...]
@@ -155,13 +155,13 @@ class History:
 
 
 def read_history(path: str | Path) -> History:
-    """Read a log. A last line that was cut off is left out.
+    """Read a log. Lines that are damaged are left out, such as a last one that was cut off.
 
     Raises:
         ClusterError: there is no such file, or it has no start of a job.
     """
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise ClusterError(
             f"the log {str(path)!r} was given: {error.strerror}. Expected was a file that cluster.join(log=...) wrote. Correct the"
@@ -179,7 +179,8 @@ def read_history(path: str | Path) -> History:
         if groups:
             groups[-1].append(row)
     saves = [row for row in rows if row["event"] in ("save", "finish")]
-    saved = {place: max((row[place] for row in saves), default=-1) for place in ("local", "cloud")}
+    newest = {place: max((row[place] for row in saves), default=-1) for place in ("local", "cloud")}
+    saved = {place: step for place, step in newest.items() if step >= 0}
     return History(starts=tuple(map(_start, groups)), end_s=rows[-1]["time_s"], saved=saved)
 
 
@@ -226,10 +227,17 @@ def facts(history: History, prices: Mapping[str, float]) -> dict[str, str]:
         "preemptions": f"{told + vanished} nodes ({told} told, {vanished} vanished); {joined} joined",
         "handed over": f"{format_bytes(sum(start.handed_over for start in history.starts))} by nodes that were told to leave",
         "restored": ", ".join(f"{source} {format_bytes(count)}" for source, count in history.read.items()),
-        "saved": f"step {history.saved['local']} on disks, {history.saved['cloud']} in the cloud",
+        "saved": _saved_words(history.saved),
         "tokens": f"{history.tokens:,}, {history.tokens / seconds:,.0f} a second" if seconds > 0 else "0",
         "dollars": _dollars_words(history, prices),
     }
+
+
+def _saved_words(saved: Mapping[str, int]) -> str:
+    words = {place: f"step {step}" for place, step in saved.items()}
+    return (
+        f"{words.get('local', 'none')} on disks, {words.get('cloud', 'none')} in the cloud" if words else "nothing yet"
+    )
 
 
 def _dollars_words(history: History, prices: Mapping[str, float]) -> str:

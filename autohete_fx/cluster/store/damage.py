@@ -2,6 +2,9 @@
 
 from autohete_fx.errors import ClusterError
 
+_CUT_SHORT = "unexpected pos"
+"""PyTorch's writer of files says it, once the file system has refused bytes."""
+
 
 class PartError(ClusterError):
     """A part of a save could not be read.
@@ -23,4 +26,5 @@ def words_of(error: BaseException) -> str:
     """An error's last line, which says most, or its type; without the full stop."""
     if isinstance(error, PartError):
         return error.cause
-    return next(iter(str(error).strip().splitlines()[::-1]), type(error).__name__).rstrip(".")
+    words = next(iter(str(error).strip().splitlines()[::-1]), type(error).__name__).rstrip(".")
+    return f"{words}: the file could not be written whole, as on a full disk" if _CUT_SHORT in words else words

@@ -1,26 +1,36 @@
 """A plain model of a store: the newest save that has all weights, as one safetensors file.
 
-Each part of a save tells the names of all parameters of the model, because no rank may have all parts at hand.
+Each part of a save tells the names of all parameters of the model, because no rank may have all parts at hand. A part that cannot
+be read counts as absent. Another one that has its pieces is read then, or an older save.
 """
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Sequence
 from pathlib import Path
+
+from torch import Tensor
 
 from autohete_fx.cluster.model.pieces import Piece, covered, finest
 from autohete_fx.cluster.store.about import ALL_NAMES, about_of
-from autohete_fx.cluster.store.store import Entry, Parts, Place, Store, joined, read_pieces
+from autohete_fx.cluster.store.damage import PartError
+from autohete_fx.cluster.store.own_disk import OwnDisk
+from autohete_fx.cluster.store.store import Parts, Save, Store, joined, read_pieces
 from autohete_fx.errors import ClusterError
+
+_MOST_TROUBLES = 3
+"""Of places, in an error."""
 
 
 def export(store: Store | str | Sequence[str], path: str | Path) -> int:
     """Write the newest complete weights of a store as one safetensors file; returns their step.
 
     Args:
-        store: a store, or paths of folders or URLs with saves, such as those of several nodes.
+        store: a store, or paths of folders or URLs with saves, such as those of several nodes. A copy in
+            the first of them is read before others. A part that cannot be read counts as absent, which the log says.
         path: of the file.
 
     Raises:
-        ClusterError: no save has all weights, or safetensors is not installed.
+        ClusterError: no save has all weights, the file cannot be written there, or safetensors is not installed.
     """
     try:
         from safetensors.torch import save_file
@@ -29,30 +39,67 @@ def export(store: Store | str | Sequence[str], path: str | Path) -> int:
             f"a store was to be exported to {str(path)!r}, and safetensors is not installed. Expected was that package. pip install"
             " safetensors"
         ) from error
-    places = [Place(place) for place in _paths(store)]
-    for save in sorted({save for place in places for save in place.saves()}, reverse=True):
-        parts: dict[str, tuple[str, tuple[Entry, ...]]] = {}
-        for place in places:
-            parts.update(place.parts(save))
-        pieces = {key: Piece.of_key(key) for key in parts}
-        if parts and covered(pieces.values()) == _names_of_model(parts):
-            weights = {
-                key: (where, tuple(entry for entry in entries if entry.key == f"{key}/weight"))
-                for key, (where, entries) in parts.items()
-                if key != ALL_NAMES
-            }
-            whole = {name: Piece(name) for name in sorted({pieces[key].name for key in weights})}
-            made_of = finest([*whole.values(), *(pieces[key] for key in weights)])
-            tensors, _ = read_pieces(
-                weights, [piece for all_of in whole.values() for piece in made_of[all_of]], made_of
-            )
-            named = {name: joined(name, made_of[all_of], tensors)[f"{name}/weight"] for name, all_of in whole.items()}
-            save_file({name: tensor.contiguous() for name, tensor in named.items()}, str(path))
+    _check_writable(Path(path))
+    places = [OwnDisk(place) for place in _paths(store)]
+    for save in sorted({save for place in places for save in place.saves}, reverse=True):
+        weights = _weights(places, save)
+        if weights:
+            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, str(path))
             return save.step
+    troubles = [f"{where!r} could not be read: {why}." for place in places for where, why in place.troubles.items()]
     raise ClusterError(
-        f"no save in {', '.join(_paths(store)) or 'the store'} has all weights of a model. Expected was a complete one. Give the"
-        " folders of more nodes, or the cloud's URL"
+        " ".join(
+            [
+                f"no save in {', '.join(_paths(store)) or 'the store'} has all weights of a model.",
+                *troubles[:_MOST_TROUBLES],
+                "Expected was a complete one. Give the folders of more nodes, or the cloud's URL",
+            ]
+        )
     )
+
+
+def _check_writable(path: Path) -> None:
+    """Raise ClusterError for a path that no file can be written to, before anything is read."""
+    if path.is_dir():
+        trouble = "which is a folder"
+    elif not path.parent.is_dir():
+        trouble = "whose folder is missing"
+    elif not os.access(path if path.exists() else path.parent, os.W_OK):
+        trouble = "which cannot be written"
+    else:
+        return
+    raise ClusterError(
+        f"a store was to be exported to {str(path)!r}, {trouble}. Expected was a file in a folder that can be written. Correct the"
+        " path, or make the folder"
+    )
+
+
+def _weights(places: Sequence[OwnDisk], save: Save) -> dict[str, Tensor]:
+    """All weights of a save by name; none where the parts that can be read lack some."""
+    while True:
+        parts = {key: row for place in reversed(places) for key, row in place.saves.get(save, {}).items()}
+        try:
+            return _read(parts)
+        except PartError as error:
+            for place in places:
+                if any(where == error.path for where, _ in place.saves.get(save, {}).values()):
+                    place.leave_out(save, [place.failed(save, error)])
+
+
+def _read(parts: Parts) -> dict[str, Tensor]:
+    """All weights by name; none where parts lack some. Raises PartError for a part that cannot be read."""
+    pieces = {key: Piece.of_key(key) for key in parts}
+    if not parts or covered(pieces.values()) != _names_of_model(parts):
+        return {}
+    weights = {
+        key: (where, tuple(entry for entry in entries if entry.key == f"{key}/weight"))
+        for key, (where, entries) in parts.items()
+        if key != ALL_NAMES
+    }
+    whole = {name: Piece(name) for name in sorted({pieces[key].name for key in weights})}
+    made_of = finest([*whole.values(), *(pieces[key] for key in weights)])
+    tensors, _ = read_pieces(weights, [piece for all_of in whole.values() for piece in made_of[all_of]], made_of)
+    return {name: joined(name, made_of[all_of], tensors)[f"{name}/weight"] for name, all_of in whole.items()}
 
 
 def _names_of_model(parts: Parts) -> set[str]:
@@ -60,7 +107,7 @@ def _names_of_model(parts: Parts) -> set[str]:
     return {ALL_NAMES, *names} if names else set()
 
 
-def _paths(store: Store | str | Sequence[str]) -> Iterator[str] | list[str]:
+def _paths(store: Store | str | Sequence[str]) -> Sequence[str]:
     if isinstance(store, Store):
         return [place for place in (store.disk, store.cloud) if place]
     return [store] if isinstance(store, str) else list(store)

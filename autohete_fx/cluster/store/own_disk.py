@@ -1,4 +1,5 @@
-"""The saves on the disk of a rank's node. A part that cannot be read counts as absent, as a crash may have cut it off."""
+"""The saves on the disk of a rank's node, or in a place to export. A part that cannot be read counts as absent, as a crash may have
+cut it off."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -13,13 +14,13 @@ WHOLE = "all parts"
 
 
 class OwnDisk:
-    """Saves on the disk of this rank's node.
+    """Saves on the disk of this rank's node, or in another place.
 
     Attributes:
         saves: by save, the pieces of parameters in the parts that can be read.
 
     Args:
-        path: of the store on the disk.
+        path: of the store on the disk, or a URL.
     """
 
     def __init__(self, path: str) -> None:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import fsspec
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -157,8 +158,12 @@ class Place:
         root = f"{self._root}/{save.folder}/part-{part:06d}"
         self._fs.makedirs(root, exist_ok=True)
         self._fs.pipe_file(f"{root}/{checksums.FILE}", checksums.encoded(tensors))
+        if isinstance(self._fs, LocalFileSystem):
+            with open(f"{root}/{checksums.FILE}", "rb+") as file:
+                os.fsync(file.fileno())  # PyTorch does so with its files
         with alone():
-            save_checkpoint(dict(tensors), storage_writer=FsspecWriter(path), no_dist=True)
+            marked = {**tensors, checksums.MARK: torch.empty(0)}
+            save_checkpoint(marked, storage_writer=FsspecWriter(path), no_dist=True)
         return path
 
     def saves(self) -> list[Save]:
@@ -262,9 +267,11 @@ def read_parts(parts: Parts, names: Collection[str]) -> dict[str, dict[str, Tens
     for path, mine in by_path.items():
         tensors = {entry.key: entry.empty() for name in mine for entry in parts[name][1]}
         try:
+            reader = FsspecReader(path)
             with alone():
-                load(tensors, storage_reader=FsspecReader(path), no_dist=True)
-            checksums.check(tensors, Place(path).file(checksums.FILE))
+                load(tensors, storage_reader=reader, no_dist=True)
+            is_marked = any(index.fqn == checksums.MARK for index in reader.storage_data)
+            checksums.check(tensors, Place(path).file(checksums.FILE), path, is_marked=is_marked)
         except (Exception, CheckpointException) as error:
             raise PartError(path, error) from error
         for name in mine:
@@ -325,6 +332,8 @@ def joined(name: str, pieces: Sequence[Piece], found: Mapping[str, Mapping[str, 
 def _entries(metadata: Metadata) -> dict[str, tuple[Entry, ...]]:
     found: dict[str, list[Entry]] = {}
     for key, about in metadata.state_dict_metadata.items():
+        if key == checksums.MARK:
+            continue
         assert isinstance(about, TensorStorageMetadata), "parts have tensors alone"
         entry = Entry(key=key, sizes=tuple(about.size), dtype=about.properties.dtype)
         found.setdefault(_split(key)[0], []).append(entry)
