@@ -308,7 +308,9 @@ def test_a_rank_that_leaves_out_a_backward_is_named_at_once(tmp_path: Path, what
 def test_a_rank_that_leaves_out_a_step_is_told_at_once(tmp_path: Path):
     (first, first_s), (second, second_s) = ranks.run("tests.dist.test_shard_failures.leaves_out", tmp_path, "step", 1)
     assert first.startswith("optimizer.step() began on this rank, of an optimizer of "), first
-    assert "ran different graphs of it at a time" in second or "rank 0 failed with ShardError: optimizer.step()" in second
+    assert (
+        "ran different graphs of it at a time" in second or "rank 0 failed with ShardError: optimizer.step()" in second
+    )
     assert max(first_s, second_s) < 60
 
 

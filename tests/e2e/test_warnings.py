@@ -285,4 +285,6 @@ def test_training_of_parameters_that_no_graph_reads_is_told(is_causal: bool | No
         optimizer.zero_grad()
     told = [message for message in messages(caplog) if message.startswith("no compiled graph reads ")]
     assert len(told) == (is_causal is None), messages(caplog)
-    assert all("such as one of size [384, 128]" in message and "memory_budget does not count" in message for message in told)
+    assert all(
+        "such as one of size [384, 128]" in message and "memory_budget does not count" in message for message in told
+    )

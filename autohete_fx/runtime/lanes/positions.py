@@ -1,9 +1,10 @@
 """Where ranks are in their program: whether one waits for a collective that another has left out.
 
 Each rank counts, in the order of its program, the forwards, backwards and optimizer's steps that it began. It also counts the
-collectives of graphs that it issued. All ranks that hold a model go through the same numbers. One that has waited for a second writes its own where
-the ranks met, and looks for those of the others. Numbers on one way never have one that is greater and one that is smaller. Where
-they have, a rank has left out a backward or a step, or runs a forward by itself. Numbers of the past prove it as well.
+collectives of graphs that it issued. All ranks that hold a model go through the same numbers. One that has waited for a second
+writes its own where the ranks met, and looks for those of the others. Numbers on one way never have one that is greater and one that
+is smaller. Where they have, a rank has left out a backward or a step, or runs a forward by itself. Numbers of the past prove it as
+well.
 """
 
 import contextlib
@@ -88,8 +89,8 @@ def _diverged(store: Any, control: Group, mine: _Position) -> str:
             ahead = [there - here for there, here in zip(theirs, mine, strict=True)]
             if min(ahead) < 0 < max(ahead):
                 return (
-                    f"rank {rank} has begun {_words(theirs)}, this rank {_words(mine)}: one of them has left out a forward, a backward"
-                    " or a step"
+                    f"rank {rank} has begun {_words(theirs)}, this rank {_words(mine)}: one of them has left out a forward, a"
+                    " backward or a step"
                 )
     return ""
 

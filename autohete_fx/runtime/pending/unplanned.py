@@ -172,7 +172,7 @@ def _told_of_unread(params: Collection[Tensor], optimizer: str) -> str:
         return ""
     return (
         f"no compiled graph reads {len(unread)} of the parameters that autohete_fx.{optimizer} trains, such as one of size"
-        f" {list(unread[0].shape)}, {format_bytes(sum(p.nbytes for p in unread))} together. Their layers run eagerly, which is exact,"
-        " but memory_budget does not count what these keep for their backward. TORCH_LOGS=graph_breaks names code at which Dynamo"
-        " breaks a graph and leaves out the function around it: change that, or compile what was left out"
+        f" {list(unread[0].shape)}, {format_bytes(sum(p.nbytes for p in unread))} together. Their layers run eagerly, which is"
+        " exact, but memory_budget does not count what these keep for their backward. TORCH_LOGS=graph_breaks names code at"
+        " which Dynamo breaks a graph and leaves out the function around it: change that, or compile what was left out"
     )

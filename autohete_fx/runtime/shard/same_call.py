@@ -184,7 +184,8 @@ class SameCall:
         error = ShardError(
             f"ranks that hold a model ran different graphs of it at a time: here {self._kind} of inputs of sizes {sizes}, elsewhere"
             f" {elsewhere}. Expected was the same on all ranks, whose collectives are of one graph. Give all of them as many"
-            " batches, of the same sizes, and let all of them train, evaluate or step at a time; text is generated with synced_gpus=True"
+            " batches, of the same sizes, and let all of them train, evaluate or step at a time; text is generated with"
+            " synced_gpus=True"
         )
         tell_refusal(error, among)
         return error
