@@ -2,9 +2,9 @@
 
 Each rank counts, in the order of its program, the forwards, backwards and optimizer's steps that it began. It also counts the
 collectives of graphs that it issued. All ranks that hold a model go through the same numbers. One that has waited for a second
-writes its own where the ranks met, and looks for those of the others. Numbers on one way never have one that is greater and one that
-is smaller. Where they have, a rank has left out a backward or a step, or runs a forward by itself. Numbers of the past prove it as
-well.
+writes its own where the ranks met, and looks for those of the others. Numbers on one way never have one that is greater and one
+that is smaller. Where they have, a rank has left out a backward or a step, or runs a forward by itself. Numbers of the past prove
+it as well.
 """
 
 import contextlib
