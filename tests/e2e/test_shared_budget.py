@@ -93,9 +93,11 @@ def test_a_model_of_which_nothing_is_compiled_is_told_once_that_no_budget_holds(
         model.compile(backend="autohete", options=EAGER)
         for _ in range(2):
             model(torch.ones(8, 128))
-    assert [record.getMessage()[:24] for record in caplog.records] == (0 if is_traceable else 2) * [
-        "Dynamo compiled nothing "
-    ]
+    told = [record.getMessage() for record in caplog.records]
+    assert [message[:24] for message in told] == (0 if is_traceable else 2) * ["Dynamo compiled nothing "]
+    if told:
+        assert "could not compile Looping.forward, " in told[0] and ", breaks at " in told[0]
+        assert "could not compile the module's forward in an earlier call" in told[1]
 
 
 def test_two_equal_models_do_not_meet():

@@ -91,6 +91,7 @@ def test_an_error_of_the_users_is_told_nothing_either_and_the_next_call_is(caplo
         model(torch.randn(8, 128))
     (message,) = messages(caplog)
     assert message.startswith("Dynamo compiled nothing")
+    assert "could not compile the module's forward in an earlier call" in message, message
 
 
 class Task(nn.Module):

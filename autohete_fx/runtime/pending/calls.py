@@ -48,7 +48,10 @@ log = logging.getLogger(__name__)
 
 _NOTHING_COMPILED = (
     "Dynamo compiled nothing of a function with the backend autohete and runs it eagerly: that is exact, but no memory_budget"
-    " holds. Up to PyTorch 2.13 compile() compiles nothing of a module whose own class is PyTorch's, such as nn.Sequential: compile"
+    " holds. "
+)
+_OWN_CLASS = (
+    "Up to PyTorch 2.13 compile() compiles nothing of a module whose own class is PyTorch's, such as nn.Sequential: compile"
     " a module of your own that holds it. Else TORCH_LOGS=graph_breaks says what could not be traced"
 )
 
@@ -184,7 +187,9 @@ class Call:
             if has_returned and self.function.is_ours and not self.function.has_returned:
                 self.function.has_returned = True
                 if not (self.has_run_graphs or self.num_compilations) and dynamo.is_stance_default():
-                    log.warning(_NOTHING_COMPILED)
+                    tried = self.eager_function or ("the module's forward in an earlier call" if is_given_up() else "")
+                    why = f"It could not compile {tried}. TORCH_LOGS=graph_breaks says why" if tried else _OWN_CLASS
+                    log.warning("%s%s", _NOTHING_COMPILED, why)
             for updates in self.updates():
                 updates.prune()
         finally:
