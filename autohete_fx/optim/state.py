@@ -28,6 +28,7 @@ from autohete_fx.runtime.placement import placement_of
 from autohete_fx.runtime.shard.parts import dtensor_part_of, part_of
 from autohete_fx.runtime.shard.state import to_shard
 from autohete_fx.runtime.shard.tensor_parallel import is_part
+from autohete_fx.runtime.shard.unreadable import Unreadable
 from autohete_fx.runtime.tiers.host import HostTier, is_home
 
 MASTER = "master"
@@ -44,6 +45,11 @@ State = dict[str, Any]
 
 def check_param(param: Tensor) -> None:
     """Raise OptimizerStateError for a parameter that there is no exact update for."""
+    if isinstance(param, Unreadable):
+        raise OptimizerStateError(
+            f"a parameter of shape {tuple(param.shape)} was given, as an attribute of a sharded module answers for it; expected the"
+            " parameter itself, of which this rank holds a shard. Take it from model.named_parameters()"
+        )
     if param.dtype not in _FULL + HALF:
         raise OptimizerStateError(
             f"a parameter of shape {tuple(param.shape)} has dtype {param.dtype}; expected float32, float64, bfloat16 "

@@ -10,9 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from autohete_fx.errors import ShardError
+import autohete_fx
+from autohete_fx.errors import OptimizerStateError, ShardError
 from autohete_fx.internals.fake_group import fake_default_group
 from autohete_fx.internals.groups import mesh_of
+from autohete_fx.runtime.shard.imagined import imagined_mesh
 from autohete_fx.runtime.shard.layout import Layout
 from autohete_fx.runtime.shard.parts import Part
 from autohete_fx.runtime.shard.ranks import ranks_of
@@ -59,3 +61,22 @@ def test_a_mesh_that_pytorch_takes_for_one_whose_groups_are_gone_is_refused_and_
         with pytest.raises(ShardError, match=r"group is not there: .*give the new one other names"):
             ranks_of(weight("dp", "tp").device_mesh)
         assert ranks_of(weight("dp_2", "tp_2").device_mesh).group is not ranks.group
+
+
+def test_an_attribute_is_refused_where_training_takes_a_parameter():
+    with imagined_mesh(2) as mesh:
+        model = autohete_fx.shard(nn.Sequential(nn.Linear(256, 256)), mesh)
+        attribute, itself = model[0].weight, dict(model.named_parameters())["0.weight"]
+        for made in (autohete_fx.AdamW, autohete_fx.SGD):
+            with pytest.raises(
+                OptimizerStateError, match=r"shape \(256, 256\) was given, as an attribute of a sharded module"
+            ):
+                made([attribute])
+            made([itself])
+        for ask in (lambda: attribute.grad, lambda: attribute.requires_grad_(False)):
+            with pytest.raises(
+                ShardError, match=r"called (grad|requires_grad_) with .* from model.named_parameters\(\)"
+            ):
+                ask()
+        with pytest.raises(ShardError, match=r"called norm with .* within autohete_fx.gathered"):
+            attribute.norm()

@@ -24,6 +24,9 @@ _ANSWERED = frozenset(
     + [getattr(Tensor, name).__get__ for name in _PROPERTIES.split()]
 )
 """Questions that a shard's stand-in answers, as PyTorch hands it to ``__torch_function__``."""
+_GRAD, _REQUIRES_GRAD = cast(Any, Tensor).grad, cast(Any, Tensor).requires_grad
+_OF_TRAINING = frozenset([_GRAD.__get__, _GRAD.__set__, _REQUIRES_GRAD.__set__, Tensor.requires_grad_])
+"""What training asks of a parameter, in place of compiled code."""
 
 
 class Unreadable(nn.Parameter):
@@ -53,11 +56,18 @@ class Unreadable(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         given = tensors_in((*args, *(kwargs or {}).values()))
         size = next((tuple(t.shape) for t in given if isinstance(t, Unreadable)), ())
-        name = getattr(func, "__name__", str(func))
+        name = getattr(getattr(func, "__self__", func), "__name__", str(func))  # of an attribute, for its getter
+        expected = (
+            "Expected were reads in compiled code, or within autohete_fx.gathered(model). Compile the model, or put 'with"
+            " autohete_fx.gathered(model):' around this code on all ranks"
+        )
+        if func in _OF_TRAINING:
+            expected = (
+                "Expected was the parameter itself, to train or to freeze it. Take it from model.named_parameters(), not from an"
+                " attribute of its module"
+            )
         raise ShardError(
-            f"eager code called {name} with a parameter of size {size}, of which each rank holds a shard. Expected were reads in"
-            " compiled code, or within autohete_fx.gathered(model). Compile the model, or put 'with autohete_fx.gathered(model):'"
-            " around this code on all ranks"
+            f"eager code called {name} with a parameter of size {size}, of which each rank holds a shard. {expected}"
         )
 
 
