@@ -289,3 +289,15 @@ def test_training_of_parameters_that_no_graph_reads_is_told(is_causal: bool | No
     assert all(
         "such as one of size [384, 128]" in message and "memory_budget does not count" in message for message in told
     )
+
+
+def test_a_tensor_that_is_trained_and_no_parameter_is_not_told_of(caplog: pytest.LogCaptureFixture):
+    """As the prompt of prompt tuning may be: the graph reads it."""
+    model, prompt = make(), torch.zeros(256, 128, requires_grad=True)
+    optimizer = autohete_fx.AdamW([*model.parameters(), prompt])
+    model.compile(backend="autohete", options={**EAGER, "memory_budget": "64MiB"})
+    for _ in range(3):
+        model(prompt).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert messages(caplog) == []

@@ -95,12 +95,17 @@ def test_a_place_without_a_save_is_told(tmp_path: Path, rows: list[dict[str, Any
 
 
 def test_bytes_that_are_no_text_are_a_damaged_line(log: Path, capsys: pytest.CaptureFixture[str]):
-    whole = read_history(log)
+    whole, rows = read_history(log), log.read_text().splitlines()
     log.write_bytes(b"\x80\x04\xff\n" + log.read_bytes().replace(b"\n", b"\n\xff\xfe{\n", 3))
     assert read_history(log) == whole
     log.write_bytes(bytes(range(256)))
     assert cli.main(["report", str(log)]) == 2
     assert "no line of a job that began" in capsys.readouterr().err
+    lacking = next(row for row in rows if '"loss"' in row)
+    log.write_bytes(
+        "\n".join([*rows[:1], lacking.replace('"loss"', '"lo"'), *rows[1:]]).encode() + b'\n{"event": "st\xffep"}'
+    )
+    assert read_history(log) == whole
     with pytest.raises(ClusterError, match=r"was given: Is a directory\. Expected was a file"):
         read_history(log.parent)
 

@@ -15,8 +15,8 @@ def mean_over_ranks(*, of_all: bool) -> list[nn.Parameter]:
     params = [nn.Parameter(torch.empty(size, device="meta")) for size in ((4, 4), (3,))]
     for param in params if of_all else params[:-1]:
         param.grad = torch.empty_like(param)
-    ranks = SimpleNamespace(control=type("Group", (), {})())
-    part = SimpleNamespace(group="ranks", ranks=ranks, is_shard=False, averaged_over=object(), groups=())
+    ranks = mock.Mock(control=type("Group", (), {})(), total=1)
+    part = SimpleNamespace(group="ranks", ranks=ranks, number=0, is_shard=False, averaged_over=object(), groups=())
     with mock.patch.object(step, "part_of", lambda _: part), mock.patch.object(step, "all_reduce") as reduced:
         step.prepare(params)
     ((flat, *_), _) = reduced.call_args

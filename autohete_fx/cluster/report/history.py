@@ -184,12 +184,23 @@ def read_history(path: str | Path) -> History:
     return History(starts=tuple(map(_start, groups)), end_s=rows[-1]["time_s"], saved=saved)
 
 
+_NEEDED = {
+    "join": ("seconds", "step", "members", "plan", "bytes"),
+    "step": ("step", "loss", "seconds"),
+    "save": ("local", "cloud"),
+    "finish": ("local", "cloud"),
+    "leave": ("nodes", "peer_bytes"),
+}
+"""Entries of a line, by its event."""
+
+
 def _row(line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except ValueError:
         return {}
-    return row if isinstance(row, dict) and "event" in row and "time_s" in row else {}
+    is_whole = isinstance(row, dict) and "event" in row and "time_s" in row and "\ufffd" not in line
+    return row if is_whole and all(key in row for key in _NEEDED.get(row["event"], ())) else {}
 
 
 def _start(rows: Sequence[Mapping[str, Any]]) -> Start:

@@ -35,18 +35,20 @@ class _Position(NamedTuple):
 
 _positions: "weakref.WeakKeyDictionary[Group, _Position]" = weakref.WeakKeyDictionary()
 """By the group for values of the ranks that hold a model."""
+_quiet: "weakref.WeakSet[Group]" = weakref.WeakSet()
+"""Groups whose backward has begun and has issued nothing yet. Where one never does, ranks may leave it out."""
 
 
 def note_forward(control: Group) -> None:
     """This rank begins the forward of a graph."""
     at = position_of(control)
     _positions[control] = at._replace(forwards=at.forwards + 1)
+    _quiet.discard(control)
 
 
 def note_backward(control: Group) -> None:
-    """This rank begins the backward of a graph."""
-    at = position_of(control)
-    _positions[control] = at._replace(backwards=at.backwards + 1)
+    """This rank begins the backward of a graph. It counts with its first collective."""
+    _quiet.add(control)
 
 
 def note_step(control: Group) -> None:
@@ -58,7 +60,8 @@ def note_step(control: Group) -> None:
 def note_collective(control: Group) -> None:
     """This rank issues a collective of a graph."""
     at = position_of(control)
-    _positions[control] = at._replace(collectives=at.collectives + 1)
+    _positions[control] = at._replace(collectives=at.collectives + 1, backwards=at.backwards + (control in _quiet))
+    _quiet.discard(control)
 
 
 def position_of(control: Group) -> _Position:

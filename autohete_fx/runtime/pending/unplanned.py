@@ -52,7 +52,7 @@ def note_call(key: object) -> None:
 
 def note_compilation(inputs: Iterable[Tensor]) -> None:
     """Our backend compiles a graph with these inputs."""
-    _compiled.update({t: True for t in inputs if isinstance(t, nn.Parameter)})
+    _compiled.update({t: True for t in inputs if isinstance(t, nn.Parameter) or (t.requires_grad and t.is_leaf)})
 
 
 def note_run(
@@ -172,7 +172,8 @@ def _told_of_unread(params: Collection[Tensor], optimizer: str) -> str:
         return ""
     return (
         f"no compiled graph reads {len(unread)} of the parameters that autohete_fx.{optimizer} trains, such as one of size"
-        f" {list(unread[0].shape)}, {format_bytes(sum(p.nbytes for p in unread))} together. Their layers run eagerly, which is"
-        " exact, but memory_budget does not count what these keep for their backward. TORCH_LOGS=graph_breaks names code at"
-        " which Dynamo breaks a graph and leaves out the function around it: change that, or compile what was left out"
+        f" {list(unread[0].shape)}, {format_bytes(sum(p.nbytes for p in unread))} together. Their layers run eagerly, or in code of"
+        " another backend, which is exact, but memory_budget does not count what these keep for their backward."
+        " TORCH_LOGS=graph_breaks names code at which Dynamo breaks a graph and leaves out the function around it: change that, or"
+        " compile what was left out"
     )

@@ -55,9 +55,9 @@ def check_all_compile(ranks: Ranks, sizes: Sequence[tuple[int, ...]]) -> None:
         return
     _raise_failed(largest, ranks.control)
     error = ShardError(
-        f"a rank compiles a graph for inputs of sizes {list(sizes)}, and another rank runs one that it has. Expected was that all"
-        " ranks compile in the same step. A graph is compiled for new sizes, and where inputs or parameters need gradients that did"
-        " not before. Give all ranks batches of the same sizes, and change the model on all of them"
+        f"a rank compiles a graph for inputs of sizes {list(sizes)}, and another runs one that it has, or steps an optimizer."
+        " Expected was that all ranks compile in the same step. A graph is compiled for new sizes, and where inputs or parameters"
+        " need gradients that did not before. Give all ranks batches of the same sizes, and change the model on all of them"
     )
     tell_refusal(error, ranks.control)
     raise error
@@ -75,15 +75,16 @@ def check_all_step(ranks: Ranks, numbers: Sequence[int]) -> None:
     """
     if ranks.total == 1:
         return
-    number = _number(f"step {list(numbers)}")
+    number = _number(f"step {list(numbers)} after {position_of(ranks.control).collectives} collectives")
     largest = _messages.send((number, -number, *(0,) * _NUM_TOLD), ranks).result()
     if _is_same(largest):
         return
     _raise_failed(largest, ranks.control)
     error = ShardError(
         f"optimizer.step() began on this rank, of an optimizer of {len(numbers)} parameters that ranks hold together. Another rank"
-        " steps an optimizer of others, or in another order, or runs a forward meanwhile. Expected were the same steps in the same"
-        " order on all ranks. Step several optimizers in one order, and leave a step out on all ranks or on none"
+        " steps an optimizer of others, or in another order, has left out a backward, or runs a forward meanwhile. Expected were"
+        " the same steps in the same order on all ranks. Step several optimizers in one order, and leave a backward or a step out"
+        " on all ranks or on none"
     )
     tell_refusal(error, ranks.control)
     raise error
