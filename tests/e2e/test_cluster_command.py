@@ -65,6 +65,15 @@ def test_a_plan_is_printed_saved_and_drawn(config, tmp_path, capsys):
 
 
 @pytest.mark.slow
+def test_a_way_to_plan_that_would_take_long_is_left_out(config, capsys, monkeypatch):
+    monkeypatch.setattr(command, "MOST_COMPOSITIONS", 8)
+    for cluster, is_left_out in (("2xA100-40G,2xL40S", True), ("2xA100-40G", False)):
+        assert main(["plan", config, "--cluster", cluster, "--batch", "16", "--seq", "128"]) == 0
+        (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("two stages"))
+        assert ("left out: it would take long" in row) is is_left_out
+
+
+@pytest.mark.slow
 def test_json_has_the_plan_and_its_figures(config, capsys):
     asked = ["plan", config, "--cluster", "2xA100-40G,2xL40S", "--batch", "16", "--seq", "128", "--json"]
     assert main(asked) == 0

@@ -7,6 +7,7 @@ computing power. Another maps stages and balances layers under memory. SCIP solv
 """
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from autohete_fx.cluster.spec import Cluster
 _SCIP = "limits/totalnodes = 500\nlimits/gap = 0.005\n"
 """Nodes rather than seconds: equal inputs give equal plans."""
 
+MOST_COMPOSITIONS = 2_000
+"""Groups are told apart by how many units they have of each type. Up to so many kinds a plan takes less than a minute."""
+
 TWO_STAGES = "two stages"
 """`ClusterPlan.planner` of this module's plans."""
 _Group = tuple[tuple[UnitType, int], ...]
@@ -38,6 +42,12 @@ def two_stages(cluster: Cluster, costs: CostTable, global_batch: int) -> Cluster
             break
         made.extend(_pipelines(drafts, grouping))
     return drafts.fastest(made, TWO_STAGES)
+
+
+def num_compositions(cluster: Cluster, costs: CostTable, global_batch: int) -> int:
+    """How many compositions a group of devices may have, at the degree of tensor parallelism that has most."""
+    drafts = Drafts(cluster, costs, global_batch)
+    return max((math.prod(count + 1 for count in drafts.counts(tp).values()) for tp in drafts.degrees()), default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

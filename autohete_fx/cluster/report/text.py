@@ -20,10 +20,11 @@ from autohete_fx.report.tables import aligned
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A plan to compare: a baseline, or ours on another cluster; ``plan`` is None where nothing fits."""
+    """A plan to compare: a baseline, or ours on another cluster; ``plan`` is None where ``missing`` says why there is none."""
 
     name: str
     plan: ClusterPlan | None
+    missing: str = "nothing fits"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +265,7 @@ def _variants_table(report: ClusterReport, variants: Sequence[Variant]) -> str:
     for variant in (Variant(name="this plan", plan=report.plan), *variants):
         plan = variant.plan
         if plan is None:
-            rows.append([variant.name, "nothing fits", "-", "-", "-"])
+            rows.append([variant.name, variant.missing, "-", "-", "-"])
             continue
         cost = usd_per_million_tokens(plan, report.cluster, report.seq) if _known(plan, report.cluster) else None
         rows.append(

@@ -1,7 +1,7 @@
 """Where ranks are in their program: whether one waits for a collective that another has left out.
 
 Each rank counts, in the order of its program, the forwards, backwards and optimizer's steps that it began. It also counts the
-collectives of graphs that it issued. All ranks that hold a model go through the same numbers. One that has waited for a second
+collectives of graphs that it issued. All ranks of a replica go through the same numbers. One that has waited for a second
 writes its own where the ranks met, and looks for those of the others. Numbers on one way never have one that is greater and one
 that is smaller. Where they have, a rank has left out a backward or a step, or runs a forward by itself. Numbers of the past prove
 it as well.
@@ -37,6 +37,13 @@ _positions: "weakref.WeakKeyDictionary[Group, _Position]" = weakref.WeakKeyDicti
 """By the group for values of the ranks that hold a model."""
 _quiet: "weakref.WeakSet[Group]" = weakref.WeakSet()
 """Groups whose backward has begun and has issued nothing yet. Where one never does, ranks may leave it out."""
+_alike: "weakref.WeakKeyDictionary[Group, list[int]]" = weakref.WeakKeyDictionary()
+"""By the group for values: the ranks that go through the same numbers, where these are not all of it."""
+
+
+def are_alike(control: Group, members: list[int]) -> None:
+    """These ranks run the same collectives. Other replicas may run others, where values decide what a graph runs."""
+    _alike[control] = members
 
 
 def note_forward(control: Group) -> None:
@@ -86,7 +93,7 @@ def diverged(control: Group | None) -> str:
 def _diverged(store: Any, control: Group, mine: _Position) -> str:
     key = f"{_KEY}/{control.group_name}"
     store.set(f"{key}/{dist.get_rank()}", json.dumps(mine))
-    for rank in _peers(dist.get_process_group_ranks(control)):
+    for rank in _peers(_alike.get(control) or dist.get_process_group_ranks(control)):
         if store.check([f"{key}/{rank}"]):
             theirs = _Position(*json.loads(store.get(f"{key}/{rank}")))
             ahead = [there - here for there, here in zip(theirs, mine, strict=True)]

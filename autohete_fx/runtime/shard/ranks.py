@@ -26,6 +26,7 @@ from autohete_fx.internals.groups import device_types_of, mesh_of, new_group_of
 from autohete_fx.internals.modes import disable_current_modes, no_python_dispatcher
 from autohete_fx.internals.versions import timeout_of
 from autohete_fx.runtime.lanes.failures import named_failures, tell_failures
+from autohete_fx.runtime.lanes.positions import are_alike
 from autohete_fx.runtime.lanes.team import cores, ranks_by_torchrun, share_cores
 
 
@@ -226,6 +227,7 @@ def _ranks(digest: str, mesh: DeviceMesh, group: dist.ProcessGroup, numbers: lis
     if num_replicas > 1:
         replicas = mesh.get_group(0)
         everyone = replicas if count == 1 else _another(members, group, mesh.device_type)
+        are_alike(control, dist.get_process_group_ranks(group))
     reduces = group if count == 1 else _another(dist.get_process_group_ranks(group), group, mesh.device_type)
     return Ranks(
         digest=digest,
@@ -289,6 +291,8 @@ def parallel_ranks_of(mesh: object, tensor_parallel: DeviceMesh) -> Ranks:
             both = mesh_of({"tensor_parallel": across, **data}, tensor_parallel.device_type, everywhere)
         control = _for_values(sorted(members), along.group, tensor_parallel.device_type)
         tell_failures(control)
+        if along.replicas is not None:
+            are_alike(control, dist.get_process_group_ranks(along.group))
         known = _known[digest] = dataclasses.replace(
             along,
             digest=digest,

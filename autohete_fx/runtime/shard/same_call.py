@@ -75,7 +75,9 @@ def check_all_step(ranks: Ranks, numbers: Sequence[int]) -> None:
     """
     if ranks.total == 1:
         return
-    number = _number(f"step {list(numbers)} after {position_of(ranks.control).collectives} collectives")
+    # Replicas may run other collectives, where values decide what a graph runs.
+    count = position_of(ranks.control).collectives if ranks.replicas is None else 0
+    number = _number(f"step {list(numbers)} after {count} collectives")
     largest = _messages.send((number, -number, *(0,) * _NUM_TOLD), ranks).result()
     if _is_same(largest):
         return
