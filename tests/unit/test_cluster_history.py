@@ -103,7 +103,8 @@ def test_bytes_that_are_no_text_are_a_damaged_line(log: Path, capsys: pytest.Cap
     assert "no line of a job that began" in capsys.readouterr().err
     lacking = next(row for row in rows if '"loss"' in row)
     log.write_bytes(
-        "\n".join([*rows[:1], lacking.replace('"loss"', '"lo"'), *rows[1:]]).encode() + b'\n{"event": "st\xffep"}'
+        "\n".join([*rows[:1], lacking.replace('"loss"', '"lo"'), *rows[1:]]).encode()
+        + b'\n{"event": "st\xffep"}\n{"event": [], "time_s": 1}'
     )
     assert read_history(log) == whole
     with pytest.raises(ClusterError, match=r"was given: Is a directory\. Expected was a file"):

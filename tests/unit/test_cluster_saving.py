@@ -16,7 +16,7 @@ import autohete_fx
 from autohete_fx.cluster.model.pieces import Piece
 from autohete_fx.cluster.store import store as stores
 from autohete_fx.cluster.store.about import ALL_NAMES, about_entry, about_of, check_optimizer, differences
-from autohete_fx.cluster.store.own_disk import OwnDisk
+from autohete_fx.cluster.store.readable import Readable
 from autohete_fx.cluster.store.restore import Restored, restore
 from autohete_fx.cluster.store.saving import Saved, Saver
 from autohete_fx.cluster.store.store import COMMITTED, Place, Save, Store, checksums, read_parts
@@ -324,7 +324,7 @@ def test_a_part_on_a_disk_that_cannot_be_listed_counts_as_absent(tmp_path: Path,
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(LocalFileSystem, "ls", fails)
-    disk = OwnDisk(f"{tmp_path}")
+    disk = Readable(f"{tmp_path}")
     assert not disk.saves and disk.troubles == {f"{tmp_path}": "[Errno 5] Input/output error"}
 
 

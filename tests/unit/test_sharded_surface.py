@@ -78,5 +78,10 @@ def test_an_attribute_is_refused_where_training_takes_a_parameter():
                 ShardError, match=r"called (grad|requires_grad_) with .* from model.named_parameters\(\)"
             ):
                 ask()
-        with pytest.raises(ShardError, match=r"called norm with .* within autohete_fx.gathered"):
-            attribute.norm()
+        for name, ask in {
+            "norm": attribute.norm,
+            "add": lambda: torch.add(attribute, 1),
+            "data": lambda: attribute.data,
+        }.items():
+            with pytest.raises(ShardError, match=f"called {name} with .* within autohete_fx.gathered"):
+                ask()

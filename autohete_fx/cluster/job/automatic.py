@@ -31,7 +31,7 @@ from autohete_fx.cluster.planner.shapes import shard_counts
 from autohete_fx.cluster.planner.solve import plan_cluster
 from autohete_fx.cluster.spec import Cluster
 from autohete_fx.cluster.stages.compiler import StageCompiler
-from autohete_fx.cluster.store.own_disk import OwnDisk
+from autohete_fx.cluster.store.readable import Readable
 from autohete_fx.cluster.store.store import Store
 from autohete_fx.errors import ClusterError, ShardError
 from autohete_fx.optim.base import PlannedOptimizer
@@ -158,7 +158,7 @@ def held_layers(
     store: Store, layer_map: LayerMap, members: Sequence[Member], group: dist.ProcessGroup | None
 ) -> dict[str, frozenset[int]]:
     """By node, the layers of which its disk has everything in its newest save. All ranks call it."""
-    saves = OwnDisk(store.disk).saves
+    saves = Readable(store.disk).saves
     names = covered(Piece.of_key(key) for save in sorted(saves)[-1:] for key in saves[save])
     every = range(layer_map.num_layers)
     mine = frozenset(layer for layer in every if names.issuperset(layer_map.held(range(layer, layer + 1))))

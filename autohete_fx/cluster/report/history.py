@@ -199,7 +199,7 @@ def _row(line: str) -> dict[str, Any]:
         row = json.loads(line)
     except ValueError:
         return {}
-    is_whole = isinstance(row, dict) and "event" in row and "time_s" in row and "\ufffd" not in line
+    is_whole = isinstance(row, dict) and isinstance(row.get("event"), str) and "time_s" in row and "\ufffd" not in line
     return row if is_whole and all(key in row for key in _NEEDED.get(row["event"], ())) else {}
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from autohete_fx.cluster.model.pieces import Piece, covered, finest
 from autohete_fx.cluster.store.about import ALL_NAMES, about_of
 from autohete_fx.cluster.store.damage import PartError
-from autohete_fx.cluster.store.own_disk import OwnDisk
+from autohete_fx.cluster.store.readable import Readable
 from autohete_fx.cluster.store.store import Parts, Save, Store, joined, read_pieces
 from autohete_fx.errors import ClusterError
 
@@ -40,7 +40,7 @@ def export(store: Store | str | Sequence[str], path: str | Path) -> int:
             " safetensors"
         ) from error
     _check_writable(Path(path))
-    places = [OwnDisk(place) for place in _paths(store)]
+    places = [Readable(place) for place in _paths(store)]
     for save in sorted({save for place in places for save in place.saves}, reverse=True):
         weights = _weights(places, save)
         if weights:
@@ -74,7 +74,7 @@ def _check_writable(path: Path) -> None:
     )
 
 
-def _weights(places: Sequence[OwnDisk], save: Save) -> dict[str, Tensor]:
+def _weights(places: Sequence[Readable], save: Save) -> dict[str, Tensor]:
     """All weights of a save by name; none where the parts that can be read lack some."""
     while True:
         parts = {key: row for place in reversed(places) for key, row in place.saves.get(save, {}).items()}

@@ -21,7 +21,7 @@ from autohete_fx.cluster.model.pieces import Piece, covered, finest
 from autohete_fx.cluster.store.about import ALL_NAMES, about_of
 from autohete_fx.cluster.store.cloud import Cloud
 from autohete_fx.cluster.store.damage import PartError, words_of
-from autohete_fx.cluster.store.own_disk import OwnDisk
+from autohete_fx.cluster.store.readable import Readable
 from autohete_fx.cluster.store.sources import Fetch, Wanted, quickest
 from autohete_fx.cluster.store.store import Entry, Parts, Save, Store, joined, read_pieces
 from autohete_fx.errors import ClusterError
@@ -84,7 +84,7 @@ def restore(
     Raises:
         ClusterError: there are saves and none is complete, while no cloud is given, or it or a part on a disk cannot be read.
     """
-    start, disk = time.perf_counter(), OwnDisk(store.disk)
+    start, disk = time.perf_counter(), Readable(store.disk)
     while True:
         offers = _offers(disk, needs, node, group)
         chosen, clouds, trouble, about = _chosen(store, offers, set(all_names), group)
@@ -125,7 +125,7 @@ class _Offers:
     troubles: Sequence[str]
 
 
-def _offers(disk: OwnDisk, needs: Sequence[Piece], node: str, group: dist.ProcessGroup | None) -> _Offers:
+def _offers(disk: Readable, needs: Sequence[Piece], node: str, group: dist.ProcessGroup | None) -> _Offers:
     said: list[Any] = [None] * dist.get_world_size(group)
     rows = {save: _sizes(parts) for save, parts in disk.saves.items()}
     troubles = [f"{path!r} on node {node} could not be read: {why}." for path, why in disk.troubles.items()]
@@ -160,7 +160,7 @@ def _wanted(offers: _Offers, chosen: Save, clouds: Parts) -> tuple[Wanted, MadeO
 def _read_own(
     found: Restored,
     store: Store,
-    disk: OwnDisk,
+    disk: Readable,
     clouds: Parts,
     wanted: Wanted,
     made_of: MadeOf,
@@ -181,7 +181,7 @@ def _read_own(
 
 
 def _read_disk(
-    found: Restored, disk: OwnDisk, fetch: Fetch, wanted: Wanted, made_of: MadeOf, group: dist.ProcessGroup | None
+    found: Restored, disk: Readable, fetch: Fetch, wanted: Wanted, made_of: MadeOf, group: dist.ProcessGroup | None
 ) -> bool:
     """Read what this rank reads on its disk, for itself and for others. Returns whether all ranks could."""
     rank, failed = dist.get_rank(group), ""
@@ -236,7 +236,7 @@ def _read_cloud(
     return False
 
 
-def _about(found: Restored, disk: OwnDisk, group: dist.ProcessGroup | None) -> dict[str, Any]:
+def _about(found: Restored, disk: Readable, group: dist.ProcessGroup | None) -> dict[str, Any]:
     """What a disk says of the save, or the cloud has said."""
     told: list[Any] = [None] * dist.get_world_size(group)
     mine: dict[str, Any] = {}

@@ -162,7 +162,7 @@ class Place:
             with open(f"{root}/{checksums.FILE}", "rb+") as file:
                 os.fsync(file.fileno())  # PyTorch does so with its files
         with alone():
-            marked = {**tensors, checksums.MARK: torch.empty(0)}
+            marked = {**tensors, checksums.MARK: torch.empty(0, device="cpu")}
             save_checkpoint(marked, storage_writer=FsspecWriter(path), no_dist=True)
         return path
 

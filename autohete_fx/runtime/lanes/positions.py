@@ -76,6 +76,11 @@ def position_of(control: Group) -> _Position:
     return _positions.get(control, _Position())
 
 
+def collectives_of_all(control: Group) -> int:
+    """How many collectives each rank of a group has issued, where all of them run the same; else 0."""
+    return 0 if control in _alike else position_of(control).collectives
+
+
 def diverged(control: Group | None) -> str:
     """How another rank has left the way that this one goes; "" where none is known to have.
 

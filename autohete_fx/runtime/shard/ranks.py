@@ -221,13 +221,10 @@ def _ranks(digest: str, mesh: DeviceMesh, group: dist.ProcessGroup, numbers: lis
             " which process groups count. Make it by init_device_mesh"
         )
     _check_device(group, mesh.device_type, "the mesh")
-    control = _for_values(members, group, mesh.device_type)
-    tell_failures(control)
     everyone, replicas, num_replicas = group, None, mesh.shape[0] if mesh.ndim > 1 else 1
     if num_replicas > 1:
         replicas = mesh.get_group(0)
         everyone = replicas if count == 1 else _another(members, group, mesh.device_type)
-        are_alike(control, dist.get_process_group_ranks(group))
     reduces = group if count == 1 else _another(dist.get_process_group_ranks(group), group, mesh.device_type)
     return Ranks(
         digest=digest,
@@ -239,12 +236,23 @@ def _ranks(digest: str, mesh: DeviceMesh, group: dist.ProcessGroup, numbers: lis
         replicas=replicas,
         num_replicas=num_replicas,
         everyone=everyone,
-        control=control,
-        calls=_for_values(members, group, mesh.device_type),
-        number=dist.get_rank(control),
-        total=len(members),
-        **_places(control),
+        **_controls(members, group, mesh.device_type, has_replicas=num_replicas > 1),
     )
+
+
+def _controls(members: list[int], group: dist.ProcessGroup, device_type: str, *, has_replicas: bool) -> dict[str, Any]:
+    """The groups for values of all members, and what these are among them."""
+    control = _for_values(members, group, device_type)
+    tell_failures(control)
+    if has_replicas:
+        are_alike(control, dist.get_process_group_ranks(group))
+    return {
+        "control": control,
+        "calls": _for_values(members, group, device_type),
+        "number": dist.get_rank(control),
+        "total": len(members),
+        **_places(control),
+    }
 
 
 def _for_values(members: list[int], like: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
@@ -289,20 +297,13 @@ def parallel_ranks_of(mesh: object, tensor_parallel: DeviceMesh) -> Ranks:
         data = {f"data_{dim}": along.mesh.get_group(dim) for dim in range(along.mesh.ndim)}
         with disable_current_modes():
             both = mesh_of({"tensor_parallel": across, **data}, tensor_parallel.device_type, everywhere)
-        control = _for_values(sorted(members), along.group, tensor_parallel.device_type)
-        tell_failures(control)
-        if along.replicas is not None:
-            are_alike(control, dist.get_process_group_ranks(along.group))
+        has_replicas = along.replicas is not None
         known = _known[digest] = dataclasses.replace(
             along,
             digest=digest,
             mesh=both,
-            control=control,
-            calls=_for_values(sorted(members), along.group, tensor_parallel.device_type),
-            number=dist.get_rank(control),
-            total=len(members),
             tensor_parallel=across,
-            **_places(control),
+            **_controls(sorted(members), along.group, tensor_parallel.device_type, has_replicas=has_replicas),
         )
     return known
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from autohete_fx.errors import CollectiveError, ShardError
 from autohete_fx.runtime.lanes.failures import raise_known, tell_end, tell_refusal
 from autohete_fx.runtime.lanes.net import all_reduce
-from autohete_fx.runtime.lanes.positions import note_backward, note_forward, position_of
+from autohete_fx.runtime.lanes.positions import collectives_of_all, note_backward, note_forward, position_of
 from autohete_fx.runtime.pending.fence import tensors_in
 from autohete_fx.runtime.shard.parts import part_of
 from autohete_fx.runtime.shard.ranks import Ranks, ranks_by_digest
@@ -75,9 +75,7 @@ def check_all_step(ranks: Ranks, numbers: Sequence[int]) -> None:
     """
     if ranks.total == 1:
         return
-    # Replicas may run other collectives, where values decide what a graph runs.
-    count = position_of(ranks.control).collectives if ranks.replicas is None else 0
-    number = _number(f"step {list(numbers)} after {count} collectives")
+    number = _number(f"step {list(numbers)} after {collectives_of_all(ranks.control)} collectives")
     largest = _messages.send((number, -number, *(0,) * _NUM_TOLD), ranks).result()
     if _is_same(largest):
         return

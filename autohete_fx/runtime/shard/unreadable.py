@@ -56,7 +56,9 @@ class Unreadable(nn.Parameter):
                 return func(*args, **(kwargs or {}))
         given = tensors_in((*args, *(kwargs or {}).values()))
         size = next((tuple(t.shape) for t in given if isinstance(t, Unreadable)), ())
-        name = getattr(getattr(func, "__self__", func), "__name__", str(func))  # of an attribute, for its getter
+        name = getattr(func, "__name__", str(func))
+        if name in ("__get__", "__set__"):  # of an attribute
+            name = getattr(getattr(func, "__self__", func), "__name__", name)
         expected = (
             "Expected were reads in compiled code, or within autohete_fx.gathered(model). Compile the model, or put 'with"
             " autohete_fx.gathered(model):' around this code on all ranks"

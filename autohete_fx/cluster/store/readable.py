@@ -1,5 +1,5 @@
-"""The saves on the disk of a rank's node, or in a place to export. A part that cannot be read counts as absent, as a crash may have
-cut it off."""
+"""The saves of a place that can be read, such as the disk of a rank's node. A part that cannot be read counts as absent, as a crash
+may have cut it off."""
 
 import logging
 from collections.abc import Collection, Mapping
@@ -13,7 +13,7 @@ WHOLE = "all parts"
 """Stands for all parts of a save, where nobody knows which one cannot be read."""
 
 
-class OwnDisk:
+class Readable:
     """Saves on the disk of this rank's node, or in another place.
 
     Attributes:
