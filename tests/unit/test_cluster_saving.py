@@ -289,6 +289,23 @@ def test_a_save_says_which_optimizer_wrote_it_and_another_one_is_refused(tmp_pat
     assert "saved with global_batch=8 (now 4):" in differences(found.about, {**facts, "global_batch": 4})
 
 
+@pytest.mark.parametrize("place", ["disk", "cloud", "disk of an idle node, and cloud"])
+@pytest.mark.parametrize("names", [("AdamW", "", ""), ("", "AdamW", ""), ("", "", "AdamW"), ("", "", "")])
+def test_ranks_that_train_nothing_leave_what_a_save_says_of_its_job(tmp_path: Path, place: str, names: tuple[str, ...]):
+    """They have no optimizer to name, and their parts may be read last, or alone be on a disk."""
+    facts = {"optimizer": max(names), "seed": 0, "global_batch": 8}
+    save = Save(step=1, generation="g")
+    for part, name in enumerate(names):
+        about, weight = about_entry(["w"], {**facts, "optimizer": name}), {"w/weight": torch.ones(2)}
+        Place(f"{tmp_path}/{place.split()[-1]}").write(save, part, {**about, **(weight if name == max(names) else {})})
+    if "idle" in place:
+        Place(f"{tmp_path}/disk").write(save, 3, about_entry(["w"], {**facts, "optimizer": ""}))
+    store = Store(local=f"{tmp_path}/disk", cloud=f"{tmp_path}/cloud", every=1, cloud_every=1)
+    with group_of_one(tmp_path):
+        found = restore(store, [W], ["w"], "n", None)
+    assert found is not None and found.about == {"names": ["w"], **facts}
+
+
 def test_a_save_of_an_earlier_version_says_the_names_alone(tmp_path: Path):
     place, save = Place(f"{tmp_path}"), Save(step=1, generation="g")
     place.write(save, 0, {f"{ALL_NAMES}/weight": torch.frombuffer(bytearray(b"v\nw"), dtype=torch.uint8)})

@@ -1,7 +1,8 @@
 """Each part of a save says of the job that wrote it the model's parameters, the optimizer, and what decides the samples.
 
 Enter a job's facts; leave an entry of a part, and the facts that a part has. A job that goes on with another optimizer would take
-states for its own that mean something else.
+states for its own that mean something else. A rank that trains nothing has no optimizer to name. All else is alike in the parts
+of a save, and thus the longest entry says all.
 """
 
 import json
@@ -26,7 +27,10 @@ def about_entry(names: Collection[str], facts: Mapping[str, object]) -> dict[str
 
 
 def about_of(parts: Parts) -> dict[str, Any]:
-    """The facts that one of the parts says; none where no part has the entry. Raises PartError where that cannot be read."""
+    """The facts that one of the parts says, whose entry is the longest (`add_part`); none where no part has the entry.
+
+    Raises PartError where that cannot be read.
+    """
     if ALL_NAMES not in parts:
         return {}
     raw = bytes(read_parts(parts, [ALL_NAMES])[ALL_NAMES][f"{ALL_NAMES}/weight"].tolist())

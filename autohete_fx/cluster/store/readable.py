@@ -5,7 +5,7 @@ import logging
 from collections.abc import Collection, Mapping
 
 from autohete_fx.cluster.store.damage import PartError, words_of
-from autohete_fx.cluster.store.store import Entry, Parts, Place, Save
+from autohete_fx.cluster.store.store import Entry, Parts, Place, Save, add_part
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class Readable:
             if name in absent:
                 continue
             try:
-                found |= self._place.part(save, name)
+                add_part(found, self._place.part(save, name))
             except Exception as error:
                 self._note(f"{self._path}/{save.folder}/{name}", words_of(error))
         return found

@@ -23,7 +23,7 @@ from autohete_fx.cluster.store.cloud import Cloud
 from autohete_fx.cluster.store.damage import PartError, words_of
 from autohete_fx.cluster.store.readable import Readable
 from autohete_fx.cluster.store.sources import Fetch, Wanted, quickest
-from autohete_fx.cluster.store.store import Entry, Parts, Save, Store, joined, read_pieces
+from autohete_fx.cluster.store.store import Entry, Parts, Save, Store, bytes_of, joined, read_pieces
 from autohete_fx.errors import ClusterError
 
 log = logging.getLogger(__name__)
@@ -237,7 +237,7 @@ def _read_cloud(
 
 
 def _about(found: Restored, disk: Readable, group: dist.ProcessGroup | None) -> dict[str, Any]:
-    """What a disk says of the save, or the cloud has said."""
+    """What a disk says of the save, or the cloud has said; of these, one that names the optimizer, if any does."""
     told: list[Any] = [None] * dist.get_world_size(group)
     mine: dict[str, Any] = {}
     try:
@@ -245,12 +245,13 @@ def _about(found: Restored, disk: Readable, group: dist.ProcessGroup | None) -> 
     except PartError as error:
         log.warning("what %s says of its job is not read: %s", error.path, error.cause)
     dist.all_gather_object(told, mine, group=group)
-    return next((said for said in told if said.get("optimizer")), found.about)
+    answers = [said for said in (*told, found.about) if said]
+    return next((said for said in answers if said.get("optimizer")), answers[0] if answers else {})
 
 
 def _sizes(parts: Parts) -> dict[str, int]:
     """Bytes of saved pieces."""
-    return {key: sum(entry.num_bytes for entry in entries) for key, (_, entries) in parts.items()}
+    return {key: bytes_of(entries) for key, (_, entries) in parts.items()}
 
 
 def _parts_sizes(saved: Mapping[str, int], made_of: MadeOf) -> dict[str, float]:
@@ -297,8 +298,9 @@ def _look(store: Store, offers: _Offers, wanted: set[str]) -> tuple[Save | None,
             if more := sorted(has - wanted - {ALL_NAMES}):
                 return _of_another_model(f"step {save.step} has {more[0]!r}, which this model has not")
             known = {key: row for key, row in parts.items() if Piece.of_key(key).name in wanted}
-            is_said = any(ALL_NAMES in sizes for sizes in disks.get(save, {}).values())  # nearer
-            return save, known, cloud.trouble, {} if is_said else cloud.about(parts)
+            said = max((sizes.get(ALL_NAMES, 0) for sizes in disks.get(save, {}).values()), default=0)
+            says_more = _sizes(parts).get(ALL_NAMES, 0) > said  # else a disk says it, which is nearer
+            return save, known, cloud.trouble, cloud.about(parts) if says_more else {}
     for save in saves:
         if cloud.is_committed(save):
             has = {Piece.of_key(key).name for key in cloud.parts(save)}

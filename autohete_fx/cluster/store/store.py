@@ -20,7 +20,7 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import fsspec
@@ -172,14 +172,14 @@ class Place:
         return sorted(Save(step=int(match[1]), generation=match[2]) for match in found if match)
 
     def parts(self, save: Save) -> Parts:
-        """Pieces of parameters in the complete parts of a save. A piece in several parts is given for one of them.
+        """Pieces of parameters in the complete parts of a save. A piece in several parts is given for one of them (`add_part`).
 
         A part whose metadata is damaged counts as absent, which the log says. Any error of the file system is raised.
         """
         found: dict[str, tuple[str, tuple[Entry, ...]]] = {}
         for name in self.part_names(save):
             try:
-                found |= self.part(save, name)
+                add_part(found, self.part(save, name))
             except PartError as error:
                 log.warning("the part %s counts as absent, as its metadata is damaged: %s", error.path, error.cause)
         return found
@@ -258,6 +258,21 @@ class Place:
             return []
 
 
+def bytes_of(entries: Iterable[Entry]) -> int:
+    """Bytes of saved tensors."""
+    return sum(entry.num_bytes for entry in entries)
+
+
+def add_part(found: dict[str, tuple[str, tuple[Entry, ...]]], part: Parts) -> None:
+    """Add the pieces of one more part. A piece in several parts is taken from one that has the most bytes of it.
+
+    Copies of a weight have as many. The words about the job (`about`) are longer where a rank had an optimizer to name.
+    """
+    for key, row in part.items():
+        if key not in found or bytes_of(row[1]) >= bytes_of(found[key][1]):
+            found[key] = row
+
+
 def read_parts(parts: Parts, names: Collection[str]) -> dict[str, dict[str, Tensor]]:
     """Tensors of parameters, by name and key; no other bytes are read. Raises PartError for a part that cannot be read."""
     by_path: dict[str, list[str]] = {}
@@ -300,7 +315,7 @@ def read_pieces(
     keys = sorted({sources[piece].key for piece in wanted})
     read = read_parts(parts, keys)
     found = {piece.key: taken(read[sources[piece].key], sources[piece], piece) for piece in wanted}
-    return found, sum(entry.num_bytes for key in keys for entry in parts[key][1])
+    return found, sum(bytes_of(parts[key][1]) for key in keys)
 
 
 def taken(tensors: Mapping[str, Tensor], held: Piece, piece: Piece) -> dict[str, Tensor]:
