@@ -28,7 +28,7 @@ def traced_once():
     real, known = command.priced_costs, {}
 
     def remembered(model, devices, **others):
-        key = str([json.loads(Path(model).read_text()), [spec.name for spec in devices], others])
+        key = str([json.loads(Path(model).read_text()), list(devices), others])
         if key not in known:
             known[key] = real(model, devices, **others)
         return known[key]

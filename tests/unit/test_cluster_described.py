@@ -1,13 +1,16 @@
 """Clusters from short forms and files, and what is refused."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 
 from autohete_fx.cluster.inputs.described import described, save_cluster
 from autohete_fx.cluster.links import Links
 from autohete_fx.cluster.planner.frontier import changes
+from autohete_fx.cluster.spec import Joined, TimedLinks, steady_link
 from autohete_fx.errors import ClusterError
+from autohete_fx.machine.devices import find_device, net_of_spec
 
 
 def test_a_short_form_has_nodes_of_eight():
@@ -49,6 +52,27 @@ def test_a_file_says_what_the_table_does_not_know(tmp_path):
     assert within["l40s-48g"].bytes_per_s(large) == pytest.approx(20e9, rel=0.01)
     assert {(joined.source, joined.target) for joined in cluster.zones} == {("x", ""), ("", "x")}
     assert (cluster.gpu("a100-40g").usd_per_hour, cluster.gpu("l40s-48g").memory_bytes) == (1.5, 40 * 2**30)
+
+
+def test_rates_within_nodes_are_those_that_sums_of_a_unit_are_priced_by(tmp_path):
+    slow = steady_link("within l40s-48g", 2e9, latency_s=1e-5, pairs=2)
+    timed = TimedLinks(within=(Joined(source="l40s-48g", target="l40s-48g", link=slow),), between=())
+    path = tmp_path / "cluster.json"
+    path.write_text(
+        json.dumps(
+            {
+                "schema_version": 1,
+                "nodes": [{"gpu": gpu, "gpus": 4} for gpu in ("a100-40g", "l40s", "h20")],
+                "within_gb_per_s": {"a100-40g": 0.5, "l40s": 7},
+                "links": asdict(timed),
+            }
+        )
+    )
+    rates = {gpu: net_of_spec(spec).reached_gb_per_s for gpu, spec in described(str(path)).specs.items()}
+    own = net_of_spec(find_device("h20")).reached_gb_per_s
+    assert rates == {"a100-40g": 0.5, "l40s-48g": pytest.approx(1.0, rel=1e-3), "h20-96g": own}, (
+        "two pairs share 2 GB/s"
+    )
 
 
 def test_a_short_form_is_written_as_a_file(tmp_path):

@@ -11,9 +11,10 @@ Enter text; leaves a `Cluster`, whose figures are the device table's wherever th
      "memory_gib": {"h20": 90}}
 
 ``schema_version`` and ``nodes`` are needed. Rates are in 10^9 bytes a second. ``node_gb_per_s`` is what one GPU's adapter sends to
-other nodes. ``within_gb_per_s`` is what one GPU sends to another of its node. ``zones_gb_per_s`` is what all GPUs of a node send
-together to another zone. A file of `doctor --cluster` has two entries more: ``devices``, a `DeviceSpec` of each type as it was
-measured, and ``links``, the `TimedLinks` between types. They count before the device table and the rates.
+other nodes. ``within_gb_per_s`` is what one GPU sends to another of its node, in sums over the GPUs of a unit too.
+``zones_gb_per_s`` is what all GPUs of a node send together to another zone. A file of `doctor --cluster` has two entries more:
+``devices``, a `DeviceSpec` of each type as it was measured, and ``links``, the `TimedLinks` between types. They count before the
+device table and the rates.
 """
 
 import itertools
@@ -21,7 +22,7 @@ import json
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from autohete_fx.machine.devices import (
     NODE_GB_PER_S,
     RESERVE_SHARE,
     DeviceSpec,
+    Net,
     find_device,
     net_of_spec,
 )
@@ -46,6 +48,7 @@ _SHORT = re.compile(r"\s*(\d+)\s*[xX*]\s*([A-Za-z][\w.\- ]*?)\s*")
 _RATES = ("node_gb_per_s", "within_gb_per_s", "zones_gb_per_s", "usd_per_hour", "memory_gib")
 _KEYS = ("nodes", *_RATES, "devices", "links", "schema_version")
 _NODE_KEYS = ("gpu", "gpus", "count", "zone", "name")
+_LARGE_BYTES = 2.0**30
 MOST_GPUS = 16384
 """More are taken for a slip of the keyboard."""
 _FILES = SavedAs(
@@ -64,7 +67,7 @@ class Described:
 
     Attributes:
         cluster: its GPUs are named as in the table.
-        specs: by that name.
+        specs: by that name, with the rates within nodes that the description gives.
         assumed: sentences on what the description left open.
     """
 
@@ -122,9 +125,8 @@ def _from_file(raw: dict[str, Any], spot: bool) -> Described:
     devices = checked(raw, "devices", list) if "devices" in raw else ()
     own = {spec.name: spec for spec in (spelled(DeviceSpec, row) for row in devices)}
     nodes = tuple(_nodes(checked(raw, "nodes", list), own))
-    specs = {node.gpu: _device(node.gpu, own) for node in nodes}
     node_rates = {gpu: rate * 1e9 for gpu, rate in _rates(raw, "node_gb_per_s", own).items()}
-    within_rates = {gpu: rate * 1e9 for gpu, rate in _rates(raw, "within_gb_per_s", own).items()}
+    within_rates = _rates(raw, "within_gb_per_s", own)
     prices, memory = _rates(raw, "usd_per_hour", own), _rates(raw, "memory_gib", own)
     timed = spelled(TimedLinks, raw["links"]) if "links" in raw else TimedLinks(within=(), between=())
     for joined in (*timed.within, *timed.between):
@@ -132,14 +134,18 @@ def _from_file(raw: dict[str, Any], spot: bool) -> Described:
             raise ValueError(f"the link {joined.link.name} has no rates")
     timed_within = {joined.source: joined for joined in timed.within}
     timed_between = {(joined.source, joined.target): joined for joined in timed.between}
-    sizes = {gpu: max(node.gpus for node in nodes if node.gpu == gpu) for gpu in specs}
+    sizes: dict[str, int] = {}
+    for node in nodes:
+        sizes[node.gpu] = max(node.gpus, sizes.get(node.gpu, 0))
+    within_rates |= {gpu: _reached(timed_within[gpu].link, sizes[gpu]) for gpu in sizes if gpu in timed_within}
+    specs = {gpu: _with_net(_device(gpu, own), within_rates.get(gpu)) for gpu in sizes}
 
     def port(source: str, target: str) -> Link:
         rates = [node_rates.get(gpu, NODE_GB_PER_S * 1e9) for gpu in (source, target)]
         return steady_link(f"{source} to {target}", min(rates), latency_s=NODE_LATENCY_S, pairs=sizes[source])
 
     def inside(gpu: str) -> Link:
-        rate = within_rates.get(gpu, net_of_spec(specs[gpu]).reached_gb_per_s * 1e9)
+        rate = net_of_spec(specs[gpu]).reached_gb_per_s * 1e9
         return steady_link(f"within {gpu}", rate, latency_s=NET_LATENCY_S, pairs=sizes[gpu])
 
     zones = tuple(_zones(checked(raw, "zones_gb_per_s", list) if "zones_gb_per_s" in raw else ()))
@@ -160,8 +166,20 @@ def _from_file(raw: dict[str, Any], spot: bool) -> Described:
         zones=zones,
     )
     sent = {*node_rates, *(source for source, target in timed_between if source == target)}
-    assumed = tuple(_assumed(cluster, specs, sent, {*within_rates, *timed_within}, prices, spot=spot))
+    assumed = tuple(_assumed(cluster, specs, sent, within_rates, prices, spot=spot))
     return Described(cluster=cluster, specs=specs, assumed=assumed)
+
+
+def _reached(link: Link, pairs: int) -> float:
+    """10^9 bytes a second of each of so many pairs at once, with large messages."""
+    return link.bytes_per_s(_LARGE_BYTES, pairs) / pairs / 1e9
+
+
+def _with_net(spec: DeviceSpec, gb_per_s: float | None) -> DeviceSpec:
+    """A device with another rate within a node; None: its own. Sums over the GPUs of a unit are priced by it."""
+    if gb_per_s is None:
+        return spec
+    return replace(spec, net=Net(name="the described net", gb_per_s=gb_per_s, reached_gb_per_s=gb_per_s))
 
 
 def _nodes(rows: list[Any], own: Mapping[str, DeviceSpec]) -> Iterator[Node]:
