@@ -14,6 +14,8 @@ POINTS, MOST_RANKS = 10, 8
 """Budgets of a sweep, and where one of ranks ends, unless told otherwise."""
 BATCH = 8
 """Sequences of a micro-batch, unless told otherwise."""
+SEQ = 1024
+"""Tokens of a sequence, unless told otherwise."""
 TIME_LIMIT_S, WORK_OF_BLOCK_S = 10.0, 0.2
 """Seconds of each solve at most, and of a solve's work for each block, unless told otherwise."""
 SOLVERS = ("cp-sat", "scip")
@@ -53,7 +55,11 @@ PLAN: dict[str, dict[str, Any]] = {
         metavar="N",
         help=f"sequences per micro-batch of each rank (default: {BATCH}, or those of the --given plan)",
     ),
-    "--seq": dict(type=_positive, metavar="N", default=1024, help="tokens per sequence (default: 1024)"),
+    "--seq": dict(
+        type=_positive,
+        metavar="N",
+        help=f"tokens per sequence (default: {SEQ}, or those that the layers of --costs were measured with)",
+    ),
     # One of these is given (`_WHERE`).
     "--device": dict(metavar="NAME", help="a device that ships, such as a100-40g, h100, 4090"),
     "--cluster": dict(

@@ -7,7 +7,7 @@ questions that were asked before.
 import argparse
 from collections.abc import Sequence
 
-from autohete_fx.arguments import BATCH, DTYPES, MOST_RANKS, TIME_LIMIT_S
+from autohete_fx.arguments import BATCH, DTYPES, MOST_RANKS, SEQ, TIME_LIMIT_S
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.commands.answers import Answer, keep, kept, key_of
 from autohete_fx.commands.question import Question, check, question
@@ -20,7 +20,7 @@ from autohete_fx.whatif.job import Job
 def plan(parsed: argparse.Namespace) -> str:
     """Answer, save and draw as asked. Raises AutoHeteError."""
     check(parsed)
-    parsed.batch = parsed.batch or BATCH
+    parsed.batch, parsed.seq = parsed.batch or BATCH, parsed.seq or SEQ
     with Stages() as stages:
         answer = _answer(parsed, stages)
     if parsed.save:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from autohete_fx.arguments import DTYPES, PLAN
 from autohete_fx.cluster.inputs.described import described
+from autohete_fx.cluster.inputs.measurements import read, tokens_of
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.errors import OptionError
 from autohete_fx.ir import Machine
@@ -76,6 +77,8 @@ def check(parsed: argparse.Namespace) -> None:
     _refuse(parsed, _ELSEWHERE)
     if parsed.given:
         _take_batch(parsed)
+    if parsed.costs:
+        _take_seq(parsed)
     _refuse(parsed, _IN_SWEEPS)
     for option, path in (("--plot", parsed.plot), ("--save", parsed.save)):
         if path and (Path(path).is_dir() or not Path(path).parent.is_dir()):  # said now, not when all is solved
@@ -136,6 +139,11 @@ _ELSEWHERE = (
             "--objective",
         ),
         where=lambda parsed: not parsed.cluster,
+    ),
+    _Refusal(
+        words="{option} was given with --costs, whose layers were measured in a dtype of their own; leave {option} out",
+        options=("--dtype",),
+        where=lambda parsed: parsed.costs,
     ),
     _Refusal(
         words="{option} is about GPUs that are alike; leave it out, or name a --device instead of a --cluster",
@@ -232,6 +240,20 @@ def _take_batch(parsed: argparse.Namespace) -> None:
             " --batch out"
         )
     parsed.batch = samples
+
+
+def _take_seq(parsed: argparse.Namespace) -> None:
+    """The tokens that layers were measured with as those of ``--seq``, where the file says them. Raises OptionError where others
+    were given."""
+    tokens = tokens_of(read(Path(parsed.costs) / "layers.json"), parsed.model)
+    if tokens is None:
+        return
+    if parsed.seq not in (None, tokens):
+        raise OptionError(
+            f"--seq {parsed.seq} was given, and the layers of --costs were measured with sequences of {tokens} tokens. Expected"
+            " were those, as seconds of others are not known. Leave --seq out, or give measurements of that length"
+        )
+    parsed.seq = tokens
 
 
 def _machine_for(parsed: argparse.Namespace, job: Job) -> tuple[Machine, str, float, str]:

@@ -235,6 +235,37 @@ def test_measured_gpus_have_prices_of_a_file(tmp_path, capsys):
         assert message in capsys.readouterr().err
 
 
+def test_samples_are_as_long_as_those_that_were_measured(tmp_path, capsys):
+    asked = ["plan", "OPT-350", "--cluster", "1xA100-40", "--batch", "1", "--costs"]
+    assert main([*asked, MEASURED]) == 0
+    printed = capsys.readouterr().out
+    assert "1 sample of 2048 tokens" in printed and "as --seq counts them" not in printed
+    layers = json.loads((Path(MEASURED) / "layers.json").read_text())
+    for option, message in (
+        (
+            ["--seq", "1024"],
+            "--seq 1024 was given, and the layers of --costs were measured with sequences of 2048 tokens",
+        ),
+        (["--dtype", "bf16"], "--dtype was given with --costs, whose layers were measured in a dtype of their own"),
+    ):
+        assert main([*asked, MEASURED, *option]) == 2
+        assert message in capsys.readouterr().err
+    for name in ("memory", "network"):
+        (tmp_path / f"{name}.json").write_text((Path(MEASURED) / f"{name}.json").read_text())
+    config = layers["models"]["OPT-350"]["config"]
+    for seq, status, message in (
+        (0, 2, "'OPT-350' cannot be read: seq is 0"),
+        (None, 0, "assumed: 512 tokens a sample"),
+    ):
+        config["seq"] = seq
+        if seq is None:
+            del config["seq"]
+        (tmp_path / "layers.json").write_text(json.dumps(layers))
+        assert main([*asked, str(tmp_path), "--seq", "512"]) == status
+        printed = capsys.readouterr()
+        assert message in printed.err + printed.out
+
+
 def test_types_without_a_price_are_named(capsys):
     asked = ["plan", "OPT-350", "--costs", MEASURED, "--cluster", "1xA100-40", "--batch", "1", "--seq", "2048"]
     assert main(asked) == 0

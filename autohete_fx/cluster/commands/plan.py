@@ -11,7 +11,7 @@ import torch
 from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.inputs.described import described
 from autohete_fx.cluster.inputs.described_measured import described_measured
-from autohete_fx.cluster.inputs.measurements import costs_of, read
+from autohete_fx.cluster.inputs.measurements import costs_of, read, tokens_of
 from autohete_fx.cluster.inputs.priced import priced_costs
 from autohete_fx.cluster.memory import OVERHEAD_BYTES
 from autohete_fx.cluster.plan import ClusterPlan
@@ -28,6 +28,7 @@ from autohete_fx.errors import ClusterError
 
 DEGREES = (1, 2, 4, 8)
 MICRO_BATCHES = (1, 2, 4, 8)
+_UNSAID = "tokens a sample, as --seq counts them: the costs do not say with how many they were measured"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ class Request:
         model: as `autohete plan` takes it.
         cluster: short form or file.
         global_batch: samples of a step.
-        seq: tokens of a sample.
+        seq: tokens of a sample; those of measured layers where their file says them.
         measured: folder of measured layers and links; None: priced from data sheets.
         dtype: of parameters; None: bfloat16.
         tf32: fp32 products run in TF32.
@@ -169,7 +170,7 @@ def _measured(request: Request, folder: str) -> Inputs:
         peaks={},
         itemsize=4,
         sizes=sorted({row.micro_batch for row in costs.times if row.micro_batch <= max(MICRO_BATCHES)}),
-        assumed=(),
+        assumed=() if tokens_of(files["layers"], request.model) else (f"{request.seq} {_UNSAID}",),
     )
 
 

@@ -96,6 +96,21 @@ def costs_of(layers: Any, memory: Any, model: str) -> CostTable:
         return _costs_of(layers["models"][model], memory["models"][model], model)
 
 
+def tokens_of(layers: Any, model: str) -> int | None:
+    """Tokens of each sequence that a model's layers were measured with, the entry ``seq`` of its ``config``.
+
+    None where the table does not say. Raises ClusterError for an entry that is no such number.
+    """
+    try:
+        found = layers["models"][model]["config"]["seq"]
+    except (KeyError, TypeError):  # `costs_of` says what else is missing
+        return None
+    with _reading(f"the entry of {model!r}"):
+        if isinstance(found, bool) or not isinstance(found, int) or found < 1:
+            raise ValueError(f"seq is {found!r}")
+    return found
+
+
 def _costs_of(entry: Any, sizes: Any, model: str) -> CostTable:
     records = [
         row for found in entry["gpus"].values() for by_size in found["runs"].values() for row in by_size.values()
