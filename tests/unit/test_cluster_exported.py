@@ -1,9 +1,11 @@
 """Export of a store of which parts are damaged: other copies, older saves, and the error where nothing is whole."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from autohete_fx import cluster
@@ -44,7 +46,7 @@ def places(tmp_path: Path) -> list[str]:
     return nodes
 
 
-def exported(store: Store | list[str], path: Path, save: Save) -> bool:
+def exported(store: Store | Path | Sequence[str | Path], path: Path, save: Save) -> bool:
     """Whether that save is exported, with its values."""
     step, found = cluster.export(store, path / "model.safetensors"), load_file(path / "model.safetensors")
     return (
@@ -114,3 +116,27 @@ def test_a_path_that_no_file_can_have_is_told_before_anything_is_read(
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(ClusterError, match="which cannot be written"):
         cluster.export(places, tmp_path / "file")
+
+
+def test_places_may_be_paths_and_one_of_no_known_file_system_is_told(places: list[str], tmp_path: Path):
+    assert exported(Path(places[2]), tmp_path, SAVES[1])
+    assert exported([Path(places[0]), places[1]], tmp_path, SAVES[1])
+    for url in ("nowhere://bucket/run", [places[2], "nowhere://bucket/run"]):
+        with pytest.raises(
+            ClusterError, match=r"the store 'nowhere://bucket/run' was given: .* Expected was a folder, or a"
+        ):
+            cluster.export(url, tmp_path / "model.safetensors")
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
+def test_a_file_that_finds_no_room_is_told(
+    places: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+):
+    def fails(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("safetensors.torch.save_file", fails)
+    with pytest.raises(
+        ClusterError, match=r"weights of step 2 could not be written to .*No space left .*Make room there"
+    ):
+        cluster.export(places, tmp_path / "model.safetensors")

@@ -7,21 +7,23 @@ be read counts as absent. Another one that has its pieces is read then, or an ol
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from torch import Tensor
 
 from autohete_fx.cluster.model.pieces import Piece, covered, finest
 from autohete_fx.cluster.store.about import ALL_NAMES, about_of
-from autohete_fx.cluster.store.damage import PartError
+from autohete_fx.cluster.store.damage import PartError, words_of
 from autohete_fx.cluster.store.readable import Readable
-from autohete_fx.cluster.store.store import Parts, Save, Store, joined, read_pieces
+from autohete_fx.cluster.store.store import Parts, Save, Store, check_known, joined, read_pieces
 from autohete_fx.errors import ClusterError
 
+_Path: TypeAlias = str | os.PathLike[str]
 _MOST_TROUBLES = 3
 """Of places, in an error."""
 
 
-def export(store: Store | str | Sequence[str], path: str | Path) -> int:
+def export(store: Store | _Path | Sequence[_Path], path: str | Path) -> int:
     """Write the newest complete weights of a store as one safetensors file; returns their step.
 
     Args:
@@ -30,9 +32,11 @@ def export(store: Store | str | Sequence[str], path: str | Path) -> int:
         path: of the file.
 
     Raises:
-        ClusterError: no save has all weights, the file cannot be written there, or safetensors is not installed.
+        ClusterError: no save has all weights, the file cannot be written there, or safetensors is not installed. Also for a URL
+            of an unknown file system, or of one whose package is not installed.
     """
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError as error:
         raise ClusterError(
@@ -40,17 +44,26 @@ def export(store: Store | str | Sequence[str], path: str | Path) -> int:
             " safetensors"
         ) from error
     _check_writable(Path(path))
-    places = [Readable(place) for place in _paths(store)]
+    paths = _paths(store)
+    for place in paths:
+        check_known(place)
+    places = [Readable(place) for place in paths]
     for save in sorted({save for place in places for save in place.saves}, reverse=True):
         weights = _weights(places, save)
         if weights:
-            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, str(path))
+            try:
+                save_file({name: tensor.contiguous() for name, tensor in weights.items()}, str(path))
+            except (OSError, SafetensorError) as error:
+                raise ClusterError(
+                    f"the weights of step {save.step} could not be written to {str(path)!r}: {words_of(error)}. Expected was room"
+                    " for all of them. Make room there, or give another path, and export again. Nothing of the store changed"
+                ) from error
             return save.step
     troubles = [f"{where!r} could not be read: {why}." for place in places for where, why in place.troubles.items()]
     raise ClusterError(
         " ".join(
             [
-                f"no save in {', '.join(_paths(store)) or 'the store'} has all weights of a model.",
+                f"no save in {', '.join(paths) or 'the store'} has all weights of a model.",
                 *troubles[:_MOST_TROUBLES],
                 "Expected was a complete one. Give the folders of more nodes, or the cloud's URL",
             ]
@@ -107,7 +120,7 @@ def _names_of_model(parts: Parts) -> set[str]:
     return {ALL_NAMES, *names} if names else set()
 
 
-def _paths(store: Store | str | Sequence[str]) -> Sequence[str]:
+def _paths(store: Store | _Path | Sequence[_Path]) -> list[str]:
     if isinstance(store, Store):
         return [place for place in (store.disk, store.cloud) if place]
-    return [store] if isinstance(store, str) else list(store)
+    return [os.fspath(place) for place in ([store] if isinstance(store, (str, os.PathLike)) else store)]

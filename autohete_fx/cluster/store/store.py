@@ -85,19 +85,24 @@ class Store:
                 " positive numbers, and cloud_every a multiple of every. Correct them"
             )
         for path in (self.disk, self.cloud or ""):
-            protocol, _ = fsspec.core.split_protocol(path)
-            try:
-                fsspec.get_filesystem_class(protocol or "file")
-            except (ImportError, ValueError) as error:
-                raise ClusterError(
-                    f"the store {path!r} was given: {error}. Expected was a folder, or a URL that fsspec can open here. Install the"
-                    " package of that file system, or correct the URL"
-                ) from error
+            check_known(path)
 
     @property
     def disk(self) -> str:
         """The folder ``local`` as text."""
         return os.fspath(self.local)
+
+
+def check_known(path: str) -> None:
+    """Raise ClusterError for a URL of an unknown file system, or of one whose package is not installed."""
+    protocol, _ = fsspec.core.split_protocol(path)
+    try:
+        fsspec.get_filesystem_class(protocol or "file")
+    except (ImportError, ValueError) as error:
+        raise ClusterError(
+            f"the store {path!r} was given: {error}. Expected was a folder, or a URL that fsspec can open here. Install the"
+            " package of that file system, or correct the URL"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
