@@ -19,8 +19,8 @@ device table and the rates.
 
 import itertools
 import json
-import math
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -221,8 +221,8 @@ def _rates(raw: dict[str, Any], key: str, own: Mapping[str, DeviceSpec]) -> dict
 
 
 def rate_of(what: str, value: object) -> float:
-    """A number of more than 0. Raises ValueError about ``what`` for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    """A number of more than 0 that a float can be. Raises ValueError about ``what`` for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
         raise ValueError(f"{what} is {value!r}; expected a number of more than 0")
     return float(value)
 
