@@ -15,7 +15,7 @@ from torch import fx
 
 from autohete_fx.graph.sizes import hint, is_known
 from autohete_fx.internals import versions
-from autohete_fx.internals.tensors import dims_marked_dynamic
+from autohete_fx.internals.tensors import dims_marked_dynamic, parts_of
 
 _ROOT = re.compile(r"^(?:L\['args'\]\[0\]|[LG]\['[^']*'\])(?:\.__closure__\[\d+\]\.cell_contents)*")
 _STEP = re.compile(r"\['([^']*)'\]|\.([A-Za-z_]\w*)|\[(\d+)\]")
@@ -59,8 +59,13 @@ def sizes_that_may_change(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> l
     found = []
     for node, item in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
         value, marked = node.meta.get("example_value"), dims_marked_dynamic(item.tensor)
-        sizes = enumerate(value.shape if isinstance(value, torch.Tensor) else ())
-        found += [s for at, s in sizes if isinstance(s, torch.SymInt) and is_known(s) and at not in marked]
+        for tensor in parts_of(value):
+            skipped = marked if tensor is value else ()
+            found += [
+                s
+                for at, s in enumerate(tensor.shape)
+                if isinstance(s, torch.SymInt) and is_known(s) and at not in skipped
+            ]
     return found
 
 

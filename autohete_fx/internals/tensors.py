@@ -1,9 +1,9 @@
 """Storages over given memory, PyTorch's grouping of tensors for its foreach kernels, and the backward that runs.
 
-Also the local tensor of a DTensor, which tensors wrap others, and which sizes a program has marked as dynamic.
+Also the local tensor of a DTensor, what tensors are made of that wrap others, and which sizes a program has marked as dynamic.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ __all__ = [
     "has_foreach_support",
     "is_made_of_tensors",
     "local_of",
+    "parts_of",
     "storage_at",
 ]
 
@@ -35,6 +36,16 @@ def after_backward(call: Any) -> None:
 def dims_marked_dynamic(tensor: torch.Tensor | None) -> Collection[int]:
     """Those that the program has given to ``torch._dynamo.mark_dynamic``."""
     return getattr(tensor, "_dynamo_dynamic_indices", ())
+
+
+def parts_of(value: object) -> Iterator[torch.Tensor]:
+    """A tensor, or those that it is made of, such as the values and the offsets of a jagged one; nothing for another value."""
+    if is_made_of_tensors(value):
+        names, _ = value.__tensor_flatten__()
+        for name in names:
+            yield from parts_of(getattr(value, name))
+    elif isinstance(value, torch.Tensor):
+        yield value
 
 
 def local_of(dtensor: Any) -> Any:

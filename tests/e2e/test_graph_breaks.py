@@ -261,6 +261,19 @@ class Begun(Broken):
         return x * torch.tensor(0.5).item()
 
 
+class Renewing(Broken):
+    """Each call computes a weight and sets it: that of the call before goes."""
+
+    def __init__(self, breaks: tuple[int, ...], num_blocks: int) -> None:
+        super().__init__(breaks, num_blocks=num_blocks)
+        self.direction = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.weight = nn.functional.normalize(self.direction)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight = nn.functional.normalize(self.direction)
+        return super().forward(x @ self.weight)
+
+
 _collected: list[int] = []
 
 
@@ -270,7 +283,7 @@ def collect_once(_: object) -> None:
         _collected.append(gc.collect())
 
 
-@pytest.mark.parametrize("kind", [PuttingAside, Handing, Begun])
+@pytest.mark.parametrize("kind", [PuttingAside, Handing, Begun, Renewing])
 def test_no_tensor_is_left_in_dynamos_traces(kind: type[Broken]):
     _collected.clear()
     passes = {} if kind is Begun else {"joint": [collecting]}
