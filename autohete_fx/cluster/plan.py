@@ -194,6 +194,7 @@ _FILES = SavedAs(
     schema_version=SCHEMA_VERSION,
     error=ClusterError,
     upgrades={1: _with_shards},
+    others={"decisions": "one of a single device or of ranks that are alike, which `autohete show` prints"},
 )
 
 

@@ -45,6 +45,7 @@ class SavedAs:
         error: raised for everything that is wrong.
         wrong: how a file is called that has wrong entries; one that users write is not damaged.
         upgrades: by an earlier version that is read, too, the object of a later one.
+        others: by an entry that files of another kind have, what such a file is, and what reads it.
     """
 
     kind: str
@@ -54,6 +55,7 @@ class SavedAs:
     error: type[AutoHeteError]
     wrong: str = "is damaged"
     upgrades: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]] = field(default_factory=dict)
+    others: Mapping[str, str] = field(default_factory=dict)
 
     def parse(self, text: str, build: Callable[[dict[str, Any]], Value]) -> Value:
         """``build`` of the object that the text spells; it raises KeyError, TypeError or ValueError for a wrong one."""
@@ -64,6 +66,8 @@ class SavedAs:
             raise self.error(f"this is not a {self.kind} file: {error}; {expected}") from error
         if not isinstance(raw, dict) or "schema_version" not in raw:
             raise self.error(f"this is not a {self.kind} file: it has no schema_version; {expected}")
+        for words in (words for entry, words in self.others.items() if entry in raw):
+            raise self.error(f"this is not a {self.kind} file, but {words}; {expected}")
         if raw["schema_version"] not in (self.schema_version, *self.upgrades):
             raise self.error(
                 f"the {self.kind} has schema version {raw['schema_version']}, this autohete_fx reads"

@@ -93,5 +93,12 @@ class Plan:
 
 
 _FILES = SavedAs(
-    kind="plan", writer="Plan.save", again="make the plan again", schema_version=SCHEMA_VERSION, error=PlanError
+    kind="plan",
+    writer="Plan.save",
+    again="make the plan again",
+    schema_version=SCHEMA_VERSION,
+    error=PlanError,
+    others={
+        "pipelines": "a cluster's plan, which `autohete plan --cluster` prices with --given, and autohete_fx.cluster.join trains"
+    },
 )

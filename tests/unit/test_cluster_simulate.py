@@ -16,7 +16,8 @@ from autohete_fx.cluster.simulation.gradient_sums import last_sums_s, sums_of
 from autohete_fx.cluster.simulation.instructions import instructions
 from autohete_fx.cluster.simulation.simulate import simulate
 from autohete_fx.cluster.spec import Cluster, Gpu, Joined, Node, steady_link
-from autohete_fx.errors import ClusterError
+from autohete_fx.errors import ClusterError, PlanError
+from autohete_fx.ir import BlockDecision, Plan
 
 MEASURED = Path(__file__).parents[2] / "examples" / "benchmarks" / "measured"
 KINDS = ("first", *["layer"] * 6, "last")
@@ -298,6 +299,19 @@ def test_a_plan_survives_its_file(tmp_path):
     given = plan(pipeline(("x", "a", 4), ("y", "a", 4), micro_batches=2))
     given.save(tmp_path / "plan.json")
     assert ClusterPlan.load(tmp_path / "plan.json") == given
+
+
+def test_a_plan_of_the_other_kind_is_named_with_what_reads_it(tmp_path):
+    plan(pipeline(("x", "a", 8), micro_batches=1)).save(tmp_path / "cluster.json")
+    Plan(labels=("layer",), decisions=(BlockDecision(),)).save(tmp_path / "device.json")
+    with pytest.raises(
+        PlanError, match=r"cluster\.json': this is not a plan file, but a cluster's plan, which .* --given"
+    ):
+        Plan.load(tmp_path / "cluster.json")
+    with pytest.raises(
+        ClusterError, match=r"device\.json': this is not a cluster plan file, but one .* `autohete show`"
+    ):
+        ClusterPlan.load(tmp_path / "device.json")
 
 
 @pytest.mark.parametrize(
