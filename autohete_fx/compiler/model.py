@@ -7,6 +7,7 @@ the device memory that it takes beside the others.
 
 import contextlib
 import dataclasses
+import gc
 import hashlib
 import logging
 import weakref
@@ -201,7 +202,13 @@ def siblings_of(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def new_model(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options) -> Model:
-    """A model of its own, which no parameter is known to belong to."""
+    """A model of its own, which no parameter is known to belong to.
+
+    Where there were others, garbage is collected first. A module that was compiled in place is in a cycle with itself: its memory
+    stays after it was deleted, and no budget counts it.
+    """
+    if len(_models):
+        gc.collect()
     device = device_of(inputs)
     session = Session(
         _fresh_digest(graph_digest(gm, inputs, options, with_sizes=False)),  # ranks with other sizes share code

@@ -1,6 +1,7 @@
 """Parameters put where a plan has them, when it is made and when a compiled graph first gets them."""
 
 import functools
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -219,6 +220,10 @@ class GraphParameters:
         call = calls.outermost()
         is_same_call, self._call = call is not None and self._call() is call, weakref.ref(call) if call else _nothing
         if not before or not is_limited or self.model.has_warned or any(p is None or id(p) in given for p in before):
+            return
+        del before
+        gc.collect()  # a module that was compiled in place is in a cycle with itself
+        if any(seen() is None for seen in self._seen):
             return
         self.model.has_warned = True
         if is_same_call:

@@ -5,6 +5,8 @@ parameters, buffers and the random state are as before, also after an error. Not
 """
 
 import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -24,20 +26,40 @@ from autohete_fx.options import Options
 from autohete_fx.runtime.pending import calls, watching
 
 
+def _modules_of(model: object) -> Iterator[torch.nn.Module]:
+    """A module; or those that a function belongs to, closes over or finds among its globals."""
+    if isinstance(model, torch.nn.Module):
+        yield model
+    elif isinstance(model, functools.partial):
+        for each in (model.func, *model.args, *model.keywords.values()):
+            yield from _modules_of(each)
+    elif inspect.ismethod(model):
+        yield from _modules_of(model.__self__)
+    elif inspect.isfunction(model):
+        with contextlib.suppress(ValueError):  # a variable has no value yet
+            names = inspect.getclosurevars(model)
+            yield from (
+                v for v in (*names.nonlocals.values(), *names.globals.values()) if isinstance(v, torch.nn.Module)
+            )
+
+
 @contextlib.contextmanager
 def _buffers_kept(model: object) -> Iterator[None]:
     """Afterwards the model has the buffers that it had, with their values. Those that a first forward makes stay."""
-    modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
+    modules = dict.fromkeys(module for root in _modules_of(model) for module in root.modules())
     kept = [
         (module, name, b, b.detach().clone()) for module in modules for name, b in module.named_buffers(recurse=False)
     ]
     try:
         yield
     finally:
-        with torch.no_grad():
-            for module, name, buffer, value in kept:
-                buffer.copy_(value)
-                setattr(module, name, buffer)
+        for module, name, buffer, value in kept:
+            if buffer.is_meta or not torch.equal(
+                buffer, value
+            ):  # an expanded one, which nothing writes, cannot be written
+                with torch.inference_mode() if buffer.is_inference() else torch.no_grad():
+                    buffer.copy_(value)
+            setattr(module, name, buffer)
 
 
 def preview(

@@ -244,7 +244,8 @@ class TrainingPlanner:
         ]
         usable = None if problem.device_budget_bytes is None else self._usable_bytes(problem)
         if self.given is not None:
-            fixed = functools.partial(given.fitted_plan, self._of_first_rank(self.given), self.blocks)
+            plan, is_own = self._of_first_rank(self.given), self.options.plan is None
+            fixed = functools.partial(given.fitted_plan, plan, self.blocks, is_own=is_own)
             return fitted(problem, self.budget, usable, [fixed], functools.partial(self._made, problem), is_given=True)
         ways.append(functools.partial(self._timed_plan, self._lean_plan if takes_least else self._agreed_plan))
         return fitted(problem, self.budget, usable, ways, functools.partial(self._made, problem))

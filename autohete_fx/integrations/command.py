@@ -7,6 +7,7 @@ def add_run(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     """Add the subcommand; returns its parser."""
     parser = commands.add_parser(
         "run",
+        allow_abbrev=False,  # else Python 3.11 takes the program's own --b for an option that is cut short
         help="run an unmodified training script: its model is compiled, its AdamW replaced where that trains the same",
         description="Run a Python program as `python PROGRAM` does. The module that it trains is compiled with the backend"
         " autohete, and torch.optim.AdamW, Adam and SGD become ours where that trains the same but for the rounding"

@@ -160,6 +160,7 @@ def _as_main(target: str, arguments: Sequence[str], *, is_module: bool, stays: b
     if not sys.flags.safe_path:
         sys.path[:1] = [os.getcwd() if is_module else str(Path(target).resolve().parent)]
     try:
+        sys.argv = ["-m" if is_module else target, *arguments]  # also while the packages of a module are imported
         program = _module(target) if is_module else _script(target)
         sys.argv = [str(vars(program.main)["__file__"]) if is_module else target, *arguments]
         sys.modules["__main__"] = program.main
@@ -214,8 +215,13 @@ def _module(target: str) -> Program:
 def _spec_of(name: str) -> importlib.machinery.ModuleSpec | None:
     try:
         return importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # a parent is missing, or is no package
+    except ValueError:
         return None
+    except ImportError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):  # raised by the code of a package
+            sys.excepthook(type(error), error, error.__traceback__)
+            raise SystemExit(1) from None
+        return None  # a parent is missing, or is no package
 
 
 def _from(code: CodeType, traceback: TracebackType | None) -> TracebackType | None:

@@ -29,8 +29,11 @@ from autohete_fx.planner.sharing import leanest
 from autohete_fx.planner.solve import solve
 
 
-def fitted_plan(plan: Plan, graph: BlockGraph, problem: Problem) -> Plan:
+def fitted_plan(plan: Plan, graph: BlockGraph, problem: Problem, *, is_own: bool = False) -> Plan:
     """A given plan with this graph's predictions, and its reasons where it was solved for just this problem.
+
+    ``is_own``: an earlier process has made it for this graph and these options. Its reasons hold, though the budget that the solver
+    had left and what is free on the host are not quite those of now.
 
     Raises PlanError where it was made for another graph.
     """
@@ -53,16 +56,18 @@ def fitted_plan(plan: Plan, graph: BlockGraph, problem: Problem) -> Plan:
         _refuse_unsupported(label, decision, problem.machine)
         _refuse_keeping_nothing(label, decision, problem, block)
     problem = dataclasses.replace(problem, schedule=plan.schedule)
-    return replayed(dataclasses.replace(plan, block_digests=digests), problem)
+    fitted = replayed(dataclasses.replace(plan, block_digests=digests), problem)
+    return dataclasses.replace(fitted, reasons=plan.reasons) if is_own else fitted
 
 
 def recomputing(plan: Plan, problem: Problem) -> Plan:
     """The plan with all activations recomputed that it keeps, be it in part."""
-    decisions = (
+    decisions = tuple(
         d if d.activations is Activations.OFFLOAD else dataclasses.replace(d, activations=Activations.RECOMPUTE)
         for d in plan.decisions
     )
-    return replayed(dataclasses.replace(plan, decisions=tuple(decisions), status="feasible", reasons=None), problem)
+    made = replayed(dataclasses.replace(plan, decisions=decisions, status="feasible"), problem)
+    return dataclasses.replace(made, reasons=reasons_of(problem, decisions))
 
 
 def replayed(plan: Plan, problem: Problem) -> Plan:

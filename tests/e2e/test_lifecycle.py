@@ -234,6 +234,23 @@ def test_code_that_would_break_the_budget_is_compiled_again(monkeypatch: pytest.
         gc.collect()
 
 
+@pytest.mark.usefixtures("fresh_cache")
+def test_a_stored_plan_says_why_it_decides_so():
+    """Though what is left of its budget, and what is free on the host, are not what they were."""
+    said = []
+    for _ in range(2):
+        model = make()
+        model.compile(backend="autohete", options={**EAGER, "memory_budget": "2MiB"})
+        autohete_fx.AdamW(model.parameters(), lr=1e-2)
+        model(torch.randn(256, 128)).backward()
+        compilation = autohete_fx.compilations()[-1]
+        said.append((compilation.plan.decisions, compilation.why()))
+        del model
+        torch._dynamo.reset()
+        gc.collect()
+    assert said[0] == said[1] and "no reasons" not in said[0][1]
+
+
 @pytest.mark.slow
 def test_a_budget_is_refused_by_what_was_compiled_and_not_by_a_trace_that_is_too_high(
     monkeypatch: pytest.MonkeyPatch, fresh_cache: Path

@@ -1,9 +1,11 @@
 """What `autohete_fx.preview` finds, however often it is asked, that it leaves PyTorch as it was, and what a compilation notes."""
 
+import functools
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 
@@ -115,6 +117,23 @@ def test_buffers_are_as_before_though_forward_makes_one_or_a_later_graph_fails(f
         assert torch.equal(model.get_buffer("mask"), torch.ones(8, 64))
     after = dict(model.named_buffers())
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_buffers_are_as_before_too_where_a_function_is_given():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)), torch.randn(8, 64)
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    for given, inputs in ((lambda x: model(x), (x,)), (model.forward, (x,)), (functools.partial(model, x), ())):
+        assert autohete_fx.preview(given, *inputs, options=EAGER)
+        assert all(torch.equal(b, before[name]) for name, b in model.named_buffers()), given
+
+
+def test_buffers_that_cannot_be_written_are_left_alone():
+    model = nn.Linear(64, 64)
+    model.register_buffer("expanded", torch.ones(1).expand(64))
+    with torch.inference_mode():
+        model.register_buffer("inferred", torch.ones(64))
+    read = lambda x: (model(x) * model.expanded + model.inferred).sum()  # noqa: E731
+    assert autohete_fx.preview(read, torch.randn(8, 64), options=EAGER)
 
 
 def test_a_function_without_a_graph_is_told():

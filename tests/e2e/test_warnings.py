@@ -196,6 +196,24 @@ def test_a_cell_that_runs_again_is_told_that_the_first_model_is_still_there(capl
     assert "Delete the first one and its optimizer, and call torch.compiler.reset()" in message
 
 
+@pytest.mark.parametrize("resets", [False, True])
+def test_a_model_that_was_deleted_counts_no_more(resets: bool, caplog: pytest.LogCaptureFixture):
+    """It is in a cycle with itself, which nobody has collected yet."""
+    peaks = []
+    with autohete_fx.MemoryMeter("cpu") as meter:
+        foreign = meter.start_bytes
+    for _ in range(2):
+        model = make()
+        model.compile(backend="autohete", options={**EAGER, "memory_budget": "8MiB"})
+        with autohete_fx.MemoryMeter("cpu") as meter:
+            take_steps(model, model, num_steps=2)
+        peaks.append(meter.peak_bytes - foreign)
+        del model
+        if resets:
+            torch.compiler.reset()
+    assert peaks[1] <= peaks[0] and messages(caplog) == []
+
+
 class ComputedTwice(torch.autograd.Function):
     """As reversible layers do: forward keeps no activations, and backward computes the layer once more, in eager code."""
 

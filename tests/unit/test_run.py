@@ -125,6 +125,26 @@ def test_all_that_follows_the_program_is_its_own(tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().out == "['--', 'a', '--', '--leave', '-m']\n"
 
 
+def test_options_of_the_program_that_begin_as_ours_do_are_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "program.py"
+    path.write_text("import sys\nprint(sys.argv[1:])")
+    assert run(str(path), "--b", "8", "--op=1") == 0
+    assert capsys.readouterr().out == "['--b', '8', '--op=1']\n"
+
+
+def test_a_package_that_cannot_be_imported_is_told_as_by_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lacking").mkdir()
+    (tmp_path / "lacking" / "__init__.py").write_text("import sys\nprint(sys.argv)\nimport no_such_library")
+    (tmp_path / "lacking" / "train.py").write_text("")
+    assert run("-m", "lacking.train", "--lr") == 1
+    shown = capsys.readouterr()
+    assert "ModuleNotFoundError: No module named 'no_such_library'" in shown.err
+    assert shown.out == "['-m', '--lr']\n"
+
+
 def test_paths_in_options_are_those_of_the_directory_where_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     given, real = list[dict[str, object]](), Watched
     monkeypatch.setattr(
