@@ -51,6 +51,7 @@ _LONGEST = (
     "tensor_parallel_job",
     "shard_replicas",
     "test_shard",
+    "shard_exact",
     "shard_replicated",
     "cluster_doctor",
     "cluster_store",

@@ -85,5 +85,6 @@ class _Trained:
             return [param.detach().clone() for param in self._model.parameters()]
 
 
+@pytest.mark.slow
 def test_models_on_equal_meshes_of_other_groups_train_beside_each_other(tmp_path: Path):
     assert ranks.run("tests.dist.test_groups.equal_meshes", tmp_path) == [[True, [True, True], [True, True]]] * 2

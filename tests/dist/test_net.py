@@ -93,6 +93,7 @@ def by_turns(folder: str, own_caches: bool) -> dict[str, Any]:
     return {"measured": began, "rates": rates, "threads": threads}
 
 
+@pytest.mark.slow
 def test_ranks_of_one_host_measure_it_one_after_another_and_share_it(tmp_path: Path):
     first, second = ranks.run("tests.dist.test_net.by_turns", tmp_path, str(tmp_path), True)
     assert first["measured"][1] <= second["measured"][0]

@@ -146,6 +146,7 @@ def changed_gradients() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_gradients_that_were_clipped_between_micro_batches_are_refused(of_two: dict[str, list[Any]]):
     for taken, clipped, zeroed in of_two["changed_gradients"]:
         assert taken == zeroed == "went on"
@@ -202,5 +203,6 @@ def test_code_is_found_in_the_cache_of_each_rank_where_all_have_the_plan(tmp_pat
     assert second == {"hits": {"all": 0, "none": 1, "code": 0, "plans": 0}, "judged": [4096, 0, 0, 0, 0], "same": True}
 
 
+@pytest.mark.slow
 def test_what_one_rank_has_cached_counts_for_none(of_two: dict[str, list[Any]]):
     assert of_two["one_cache"] == [{"same": True, "solved again": True}] * 2

@@ -277,6 +277,7 @@ def messages() -> list[dict[str, int]]:
     return [dict(planned), {name: counts[2][name] - counts[1][name] for name in groups}]
 
 
+@pytest.mark.slow
 def test_a_step_sends_as_many_messages_as_its_plan_counts(tmp_path: Path):
     for planned, sent in ranks.run("tests.dist.test_shard_plans.messages", tmp_path):
         assert planned["reduce"] == 6 and planned["gather"] >= 6  # of six blocks

@@ -65,6 +65,7 @@ def test_accumulation_that_nobody_announced_is_planned_for(caplog: pytest.LogCap
     assert num_since(earlier) == 3
 
 
+@pytest.mark.slow
 def test_states_that_a_plan_moves_leave_the_device_before_its_next_pass():
     """Here those of a step before anything was compiled. They once stayed until the step after, above the budget."""
     expected = job.plain(job.make("cpu", SIZES), "eager", sizes=SIZES, micro_batches=2)

@@ -61,7 +61,7 @@ class Products(TorchDispatchMode):
     ("wrap", "micro_batches", "blocks"),
     # The sums of each block: norm, layers, and with the first of these the embedding, which is the head, too. Where a bias of the
     # first layer is read elsewhere, four gradients come before that one in the order of sums.
-    [(None, 1, [2, 12, 12, 12 + 1]), (Broken, 2, [2, 12, 12, 4])],
+    [pytest.param(None, 1, [2, 12, 12, 12 + 1], marks=pytest.mark.slow), (Broken, 2, [2, 12, 12, 4])],
     ids=["alone", "broken"],
 )
 def test_sums_of_a_compiled_stage_start_within_its_last_backward(
@@ -127,7 +127,7 @@ class Added(nn.Module):
         return x @ x.t()
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_gradients_that_are_one_tensor_are_summed_each(inner: str):
     torch.manual_seed(0)
     model = Added()
@@ -159,7 +159,7 @@ def test_gradients_that_are_one_tensor_are_summed_each(inner: str):
             expected.zero_grad()
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_buckets_and_copies_of_gradients_are_counted(micro_batches: int, monkeypatch: pytest.MonkeyPatch):
     """The measured peak is within the predicted one, and near it."""
     monkeypatch.setattr(sums, "BUCKET_BYTES", 20_000)

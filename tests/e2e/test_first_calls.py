@@ -14,6 +14,7 @@ from autohete_fx import Plan
 from autohete_fx.compiler.graph import GraphCompiler
 from tests import training as job
 from tests.broken import ROWS, WIDTH, make, plainly, trained
+from tests.main_job import slow
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,7 @@ def _prepared() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("what", ["torch's optimizer", "evaluation before there is an optimizer"])
+@pytest.mark.parametrize("what", ["torch's optimizer", slow("evaluation before there is an optimizer")])
 def test_graphs_of_a_module_are_of_one_model_though_no_optimizer_of_ours_holds_them(what: str):
     expected, peak = plainly(make((2,), num_blocks=4), "eager")
     budget, model = int(0.6 * peak), make((2,), num_blocks=4)
@@ -40,6 +41,7 @@ def test_graphs_of_a_module_are_of_one_model_though_no_optimizer_of_ours_holds_t
     assert max(peaks) <= budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["compile", "finish"])
 def test_a_first_call_that_fails_at_a_later_graph_leaves_nothing_behind(stage: str, monkeypatch: pytest.MonkeyPatch):
     """The next call plans and trains as if it were the first."""

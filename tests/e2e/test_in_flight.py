@@ -12,6 +12,7 @@ import autohete_fx
 from autohete_fx.planner.model.figures import waiting_bytes
 from autohete_fx.runtime.meter import device_live_bytes
 from tests import layers, training
+from tests.main_job import slow
 from tests.references import ReferenceAdamW, adamw
 from tests.training import Model, Sizes, assert_equal, batch, copied, make
 
@@ -170,8 +171,11 @@ def kept(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("broken", [False, True])
-@pytest.mark.parametrize("loss_of", [checkpointed(True), checkpointed(False), dropped, kept, nn.Module.__call__])
+LOSSES = [checkpointed(True), slow(checkpointed(False)), dropped, kept, nn.Module.__call__]
+
+
+@pytest.mark.parametrize("broken", [False, slow(True)])
+@pytest.mark.parametrize("loss_of", LOSSES)
 def test_recomputation_dropped_losses_kept_graphs_and_graph_breaks_are_no_passes_in_flight(
     loss_of: Callable[[nn.Module, Tensor], Tensor], broken: bool, caplog: pytest.LogCaptureFixture
 ):

@@ -37,7 +37,7 @@ CLIPPING: dict[str, Any] = {"clip": True, "micro_batches": 2}
 @pytest.mark.parametrize(
     ("made", "name", "overlap", "how"),
     [  # edits and a second backward come too late for updates that start in backward
-        (lion, "streamed", "step", {}),
+        slow(lion, "streamed", "step", {}),
         slow(lion, "disk", "step", CLIPPING),
         slow(lion, "mixed", "backward", {}),
         slow(lion, "host-optimizer", None, CLIPPING),
@@ -155,11 +155,11 @@ def test_plans_count_states_and_what_updates_move(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("made", "dtype", "expected"),
     [
-        (adamw, torch.float32, {0.0}),
+        slow(adamw, torch.float32, {0.0}),
         (adamw, torch.bfloat16, {1.0}),
-        (lion, torch.float16, {1.0}),
+        slow(lion, torch.float16, {1.0}),
         (muon, torch.bfloat16, {0.0, 1.0}),  # matrices are updated whole
-        (None, torch.bfloat16, {0.0}),
+        slow(None, torch.bfloat16, {0.0}),
     ],
 )
 def test_plans_know_which_kernel_updates(

@@ -224,6 +224,7 @@ def test_the_predicted_peak_of_graphs_that_run_as_they_are_is_exact(recompute: b
     assert trace.backward.peak_bytes == pytest.approx(found.backward_peak, rel=0.002)
 
 
+@pytest.mark.slow
 def test_no_block_is_timed_whose_code_takes_more_than_is_free_whatever_its_trace_says(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):

@@ -179,6 +179,7 @@ def test_graphs_of_one_model_have_directories_of_their_own(
     assert reporting.directory_of(tmp_path, 2) == tmp_path / "rank3" / "graph2"
 
 
+@pytest.mark.slow
 def test_a_directory_that_refuses_later_costs_the_report_alone(
     tmp_path: Path,
     endings: list[Callable[[], object]],
@@ -198,6 +199,7 @@ def test_a_directory_that_refuses_later_costs_the_report_alone(
     assert "Expected was a directory" in warning and warning.endswith("training goes on, and the report stays as it is")
 
 
+@pytest.mark.slow
 def test_a_directory_that_refuses_at_once_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").write_text("")
     for wrong in (tmp_path / "file" / "x", "/proc/nowhere", 3, ""):

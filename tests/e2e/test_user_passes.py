@@ -185,7 +185,7 @@ class OnlyIn:
         ("final", Stage.BACKWARD, EAGER),
         ("joint", Stage.JOINT, INDUCTOR),
         ("final", Stage.FORWARD, INDUCTOR),
-        ("final", Stage.BACKWARD, INDUCTOR),
+        pytest.param("final", Stage.BACKWARD, INDUCTOR, marks=pytest.mark.slow),
     ],
 )
 def test_a_pass_that_raises_is_named_before_the_first_step(point: str, stage: Stage, options: dict[str, Any]):

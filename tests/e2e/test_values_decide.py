@@ -118,8 +118,8 @@ CASES = [
     slow(Positions, "inductor", 11.5),
     slow(First, "inductor", 11.5),
     (Positions, "eager", 12),
-    (First, "eager", 12),
-    (Branches, "eager", 13),
+    slow(First, "eager", 12),
+    slow(Branches, "eager", 13),
 ]
 """Each with a budget in MiB, of 13 to 16 that it would take."""
 

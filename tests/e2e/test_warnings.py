@@ -293,7 +293,7 @@ class Translating(nn.Module):
         return self.layers(x, x, tgt_mask=mask, tgt_is_causal=self.is_causal).square().mean()
 
 
-@pytest.mark.parametrize("is_causal", [None, True])
+@pytest.mark.parametrize("is_causal", [None, pytest.param(True, marks=pytest.mark.slow)])
 def test_training_of_parameters_that_no_graph_reads_is_told(is_causal: bool | None, caplog: pytest.LogCaptureFixture):
     model = Translating(is_causal)
     optimizer = autohete_fx.AdamW(model.parameters())

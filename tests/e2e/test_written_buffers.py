@@ -61,7 +61,8 @@ def trained(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("activations", "inner"),
     [
-        *((activations, "eager") for activations in Activations),
+        (Activations.OFFLOAD, "eager"),
+        *(slow(activations, "eager") for activations in Activations if activations is not Activations.OFFLOAD),
         slow(Activations.KEEP, "inductor"),  # for Inductor, offloading is this with copies
         slow(Activations.RECOMPUTE, "inductor"),  # and selective recomputation is a part of this
     ],

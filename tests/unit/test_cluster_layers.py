@@ -83,7 +83,7 @@ def loss_of(out: object, batch: dict[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
-@pytest.mark.parametrize("cuts", [[2, 3], [1, 4]])
+@pytest.mark.parametrize("cuts", [[2, 3], pytest.param([1, 4], marks=pytest.mark.slow)])
 def test_stages_of_a_model_have_its_loss_and_its_gradients(
     family: str, cuts: list[int], monkeypatch: pytest.MonkeyPatch
 ):
@@ -162,7 +162,7 @@ class SharesBias(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("in_files", [1, 2])
+@pytest.mark.parametrize("in_files", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_stage_reads_its_own_weights_of_safetensors_alone(
     in_files: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

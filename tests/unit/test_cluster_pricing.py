@@ -22,6 +22,7 @@ def layers(pricing: Any, benchmarks: Path) -> Any:
     return pricing.read(benchmarks / "measured" / "layers.json")
 
 
+@pytest.mark.slow
 def test_layers_cost_as_much_as_was_measured(pricing: Any, layers: Any):
     rows = list(pricing.layer_rows(layers))
     for row in rows:

@@ -190,21 +190,22 @@ def plan_of(orders: Sequence[tuple[Place, ...]], shapes: Sequence[Shape], counts
     )
 
 
+SLOW = pytest.mark.slow
 SMALL = [
     pytest.param("a b", {"a": 10**6, "b": 10**6}, 1e6, (1,), (), id="two"),
     pytest.param("a a b", {"a": 60_000, "b": 30_000}, 1e5, (1,), (), id="little memory"),
     pytest.param("a b b", {"a": 25_000, "b": 25_000}, 1e6, (1,), (), id="less memory"),
-    pytest.param("a a b b", {"a": 10**6, "b": 10**6}, 1e3, (1,), (), id="slow network"),
+    pytest.param("a a b b", {"a": 10**6, "b": 10**6}, 1e3, (1,), (), id="slow network", marks=SLOW),
     pytest.param("a a b b", {"a": 50_000, "b": 20_000}, 1e5, (1,), (), id="weak ones hold little"),
     pytest.param("aa a", {"a": 40_000}, 2e3, (1,), (2,), id="unlike nodes"),
     pytest.param("aa b a", {"a": 40_000, "b": 25_000}, 2e3, (1,), (), id="unlike nodes of two types"),
     pytest.param("a aa", {"a": 30_000}, 1e3, (1, 2), (2,), id="degrees"),
-    pytest.param("a b b b b", {"a": 40_000, "b": 25_000}, 1e5, (1,), (), id="five"),
+    pytest.param("a b b b b", {"a": 40_000, "b": 25_000}, 1e5, (1,), (), id="five", marks=SLOW),
     pytest.param("aa", {"a": 25_000}, 1e5, (1,), (2,), id="shards"),
     pytest.param("aa", {"a": 10**6}, 1e5, (1,), (2,), id="shards and room"),
     pytest.param("aaa", {"a": 40_000}, 1e5, (1,), (2, 3), id="three shards"),
     pytest.param("aa aa", {"a": 40_000}, 1e3, (1,), (2,), id="shards and a slow network"),
-    pytest.param("aa bb", {"a": 40_000, "b": 25_000}, 1e4, (1,), (2,), id="shards of two types"),
+    pytest.param("aa bb", {"a": 40_000, "b": 25_000}, 1e4, (1,), (2,), id="shards of two types", marks=SLOW),
     pytest.param("aaaa", {"a": 18_000}, 1e5, (1, 2), (2, 4), id="shards of parts"),
 ]
 
@@ -332,12 +333,14 @@ def test_equal_inputs_give_equal_plans():
     assert first.first_s is not None and 0 < first.first_s < first.solve_s, "a plan is there long before the last"
 
 
+@pytest.mark.slow
 def test_gpus_behind_a_slow_port_do_not_join_others():
     given, table, _ = measured("S6")  # the node of RTX 3090 has one gigabit a second
     used = plan_cluster(given, table, global_batch=64).plan.used()
     assert "RTX-3090" not in used or len(used) == 1
 
 
+@pytest.mark.slow
 def test_symmetric_tensor_parallelism_has_one_degree():
     given, table, _ = measured("S4")
     found = plan_cluster(given, table, global_batch=32, symmetric_tp=True)

@@ -100,7 +100,7 @@ def fp64():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("cuts", [[2, 4], [1, 2, 3, 4]])
+@pytest.mark.parametrize("cuts", [[2, 4], pytest.param([1, 2, 3, 4], marks=pytest.mark.slow)])
 def test_stages_of_a_u_net_have_its_loss_and_its_gradients(cuts: list[int]):
     batch = batch_of((torch.randn(3, WIDTH), torch.tensor([[1], [0], [1]])))
     layer_map = check(with_marks(UNet, split_spec()), batch, cuts)
@@ -109,6 +109,7 @@ def test_stages_of_a_u_net_have_its_loss_and_its_gradients(cuts: list[int]):
     assert layer_map.readers["middle.weight"] == {2, 4} and layer_map.readers["unread"] == set()
 
 
+@pytest.mark.slow
 def test_stages_of_an_encoder_and_decoder_have_its_loss_and_its_gradients():
     """Each layer of the decoder reads the encoder's last hidden state."""
     ids = torch.randint(1, 32, (2, 5))
@@ -197,6 +198,7 @@ def test_marks_that_divide_nothing_are_told(build: Callable[[], nn.Module], word
         map_layers(build, batch_of(torch.zeros(2, WIDTH)))
 
 
+@pytest.mark.slow
 def test_stages_between_marks_have_one_gpu_and_points_are_of_pytorch(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ClusterError, match=r"Give SplitPoint.BEGINNING"):
         with_marks(Marked, {"first": "beginning"})  # pyright: ignore[reportArgumentType]

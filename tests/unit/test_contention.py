@@ -119,6 +119,7 @@ def test_rates_beside_several_lanes_are_multiplied():
     assert rate.mean() * (gather.end_s - gather.start_s) == pytest.approx(0.5, rel=1e-2)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, **QUIET)
 @given(contended())
 def test_factors_settle_and_nothing_becomes_faster(free: Problem):
@@ -150,6 +151,7 @@ def test_plans_count_contention_and_no_bound_is_above_a_plan(limited: Problem):
     assert plan.lower_bound_s <= simulate(limited, blind.decisions).step_s * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_a_gather_is_saved_where_it_slows_computation_down():
     hidden = shared(4, machine=replace(RING, net_bytes_per_s=60.0), device_budget_bytes=10_000)
     slow = replace(hidden, machine=slowed(hidden.machine, compute_net=0.5))
@@ -263,6 +265,7 @@ def test_an_update_that_waits_for_its_disk_takes_no_longer_in_the_search_beside_
         assert (slower.seconds(row)[0] > replays.seconds(row)[0]) == takes_longer
 
 
+@pytest.mark.slow
 def test_fewer_updates_are_left_to_a_host_that_copies_slow_down():
     machine = replace(MACHINE, h2d_bytes_per_s=60.0, d2h_bytes_per_s=60.0)
     free = problem([cost(forward_s=0.2, backward_s=0.4)] * 3, machine=machine, allow_streamed_optimizer=True)
@@ -275,6 +278,7 @@ def test_fewer_updates_are_left_to_a_host_that_copies_slow_down():
     assert plan.step_s < simulate(slow, blind.decisions).step_s - 0.3
 
 
+@pytest.mark.slow
 @settings(max_examples=40, **QUIET)
 @given(contended(), st.integers(1, 3))
 def test_the_program_bounds_every_replay_beside_other_work(free: Problem, distance: int):

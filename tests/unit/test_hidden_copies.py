@@ -89,6 +89,7 @@ def test_a_pair_that_fails_costs_no_other_and_what_ran_is_in_the_file(
     assert ["failed" in row for row in json.loads(path.read_text())["rows"]] == [True, False]
 
 
+@pytest.mark.slow
 def test_what_a_process_pays_once_is_gone_before_others_memory_is_counted(benchmark_module: Any):
     """Garbage of the warm-up that went under way would be missing from every peak."""
     with autohete_fx.MemoryMeter("cpu"):

@@ -110,6 +110,7 @@ def test_what_only_autograd_holds_counts() -> None:
     assert device_live_bytes("cpu") - before < 1024
 
 
+@pytest.mark.slow
 def test_buffers_of_compiled_code_are_seen() -> None:
     @torch.compile(fullgraph=True)
     def f(x: torch.Tensor) -> torch.Tensor:

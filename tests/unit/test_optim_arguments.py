@@ -10,6 +10,7 @@ from torch.nn import Parameter
 
 from autohete_fx.errors import AutoHeteError, OptimizerStateError
 from autohete_fx.optim import AdamW, optimizer_of
+from tests.main_job import slow
 
 
 def test_the_record_of_owners_keeps_nothing_alive() -> None:
@@ -26,15 +27,19 @@ def test_the_record_of_owners_keeps_nothing_alive() -> None:
     assert gone() is None
 
 
-def test_state_bytes_before_and_after_the_first_step() -> None:
-    for dtype, per_element in ((torch.float32, 8), (torch.float64, 16), (torch.bfloat16, 12), (torch.float16, 12)):
-        p = Parameter(torch.ones(10, 10, dtype=dtype))
-        optimizer = AdamW([p])
-        assert optimizer.state_bytes_of(p) == 100 * per_element
-        p.grad = torch.ones_like(p)
-        optimizer.step()
-        held = sum(t.nbytes for name, t in optimizer.state[p].items() if name != "step")
-        assert held == optimizer.state_bytes_of(p) == 100 * per_element
+@pytest.mark.parametrize(
+    ("dtype", "per_element"),
+    [(torch.float32, 8), (torch.float64, 16), *(slow(dtype, 12) for dtype in (torch.bfloat16, torch.float16))],
+    ids=str,
+)
+def test_state_bytes_before_and_after_the_first_step(dtype: torch.dtype, per_element: int) -> None:
+    p = Parameter(torch.ones(10, 10, dtype=dtype))
+    optimizer = AdamW([p])
+    assert optimizer.state_bytes_of(p) == 100 * per_element
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    held = sum(t.nbytes for name, t in optimizer.state[p].items() if name != "step")
+    assert held == optimizer.state_bytes_of(p) == 100 * per_element
     frozen = Parameter(torch.ones(3), requires_grad=False)
     assert AdamW([frozen]).state_bytes_of(frozen) == 0
 

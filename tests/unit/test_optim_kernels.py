@@ -23,8 +23,9 @@ from autohete_fx.optim.adamw import ADAMW
 from autohete_fx.runtime.meter import MemoryMeter
 from autohete_fx.runtime.placement import Placement, place_param
 from autohete_fx.runtime.tiers.host import HostTier, open_tier
+from tests.main_job import slow
 
-HALF = [torch.bfloat16, torch.float16]
+DTYPES = [torch.bfloat16, slow(torch.float16)]
 GROUP: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "maximize": False}
 IDLE = {**GROUP, "lr": 0.0}
 
@@ -76,7 +77,7 @@ def ulps(a: Tensor, b: Tensor, scale: Tensor) -> float:
     return float(((a.double() - b.double()).abs() / unit).max())
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 1000, kernels._SMALL, kernels._SMALL + 1, 100_003])
 @pytest.mark.parametrize("step", [1, 7, 10_000])
 def test_one_step_is_within_fp32_rounding(dtype: torch.dtype, length: int, step: int) -> None:
@@ -91,7 +92,7 @@ def test_one_step_is_within_fp32_rounding(dtype: torch.dtype, length: int, step:
     assert torch.equal(found[0], found[2].to(dtype))
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_edits_are_found_at_every_weight(dtype: torch.dtype) -> None:
     """For every finite weight, masters at and around every point where rounding changes, eager and compiled."""
     weights = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
@@ -122,7 +123,7 @@ def test_edits_are_found_at_every_weight(dtype: torch.dtype) -> None:
         assert torch.equal(compiled[2], wanted)
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("length", [40, 40_000])
 def test_weights_that_are_not_finite_win(dtype: torch.dtype, length: int) -> None:
     tensors = states(length, dtype)
@@ -144,7 +145,7 @@ def test_long_tensors_go_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("left", [0, 1, 2, 33, 63])
 def test_large_tensors_are_bitwise_what_small_slices_are(dtype: torch.dtype, left: int) -> None:
     """Where an element lies decides which kernel takes it, and must not decide its value."""
@@ -158,6 +159,7 @@ def test_large_tensors_are_bitwise_what_small_slices_are(dtype: torch.dtype, lef
         assert torch.equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("longest", [kernels.LONGEST, 35_000])
 def test_rows_are_bitwise_what_any_length_is(longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a GPU's kernels take them, here by a CPU; slices of long ones are whole rows, too."""
@@ -211,6 +213,7 @@ def test_a_kernel_that_computes_something_else_is_not_trusted(monkeypatch: pytes
         kernels.prepare(ADAMW, torch.bfloat16, torch.bfloat16, torch.device("cpu"), 1000)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uncompiled")
 def test_the_users_inductor_passes_are_left_alone() -> None:
     def refuse(_: object) -> None:
@@ -221,6 +224,7 @@ def test_the_users_inductor_passes_are_left_alone() -> None:
         assert inductor_config.post_grad_custom_post_pass is refuse
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uncompiled")
 def test_it_compiles_where_warnings_are_errors_and_under_other_defaults() -> None:
     torch.set_default_dtype(torch.float64)
@@ -232,6 +236,7 @@ def test_it_compiles_where_warnings_are_errors_and_under_other_defaults() -> Non
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.slow
 def test_neither_length_nor_threads_nor_hyperparameters_compile_again() -> None:
     step_mixed(states(50_000, torch.bfloat16), GROUP, 1)
     count = kernels._compiled.cache_info().misses

@@ -18,6 +18,7 @@ from autohete_fx.runtime import disk
 from autohete_fx.runtime.disk import DiskTier
 from autohete_fx.runtime.placement import Placement, place_param
 from autohete_fx.runtime.tiers.host import HostTier, is_home, open_tier
+from tests.main_job import slow
 from tests.references import ReferenceLion
 
 SHAPES = ((33, 7), (5,), (), (1,), (0, 4), (200, 300))
@@ -86,7 +87,7 @@ def test_steps_are_the_papers_bit_by_bit(
     assert is_home(large) == (where is not Optimizer.DEVICE) and tier.owns(large) == (where is Optimizer.HOST)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)
 @pytest.mark.parametrize(
     "options",
     [{"betas": (0.0, 0.5)}, {"weight_decay": 0.0}, {"maximize": True}, {"lr": 0.0}, {"lr": torch.tensor(0.01)}],
@@ -112,6 +113,7 @@ def test_defaults_are_the_papers() -> None:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", PLACES, ids=str)
 def test_edits_of_16_bit_weights_win(where: Optimizer, tier: HostTier) -> None:
     params, reference = made(torch.bfloat16, [(300, 200)])
@@ -168,7 +170,7 @@ def tensors_of(state_dict: dict[str, Any]) -> list[Tensor]:
 
 @pytest.mark.parametrize("way", ["deepcopy", "save"])
 @pytest.mark.parametrize("where", PLACES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)
 def test_resume_is_bitwise(dtype: torch.dtype, where: Optimizer, way: str, tier: HostTier) -> None:
     params, reference = made(dtype, [shape for shape in SHAPES if 0 not in shape])
     optimizer = Lion(params, lr=1e-3, weight_decay=0.1)
@@ -251,18 +253,22 @@ def test_bad_arguments(options: dict[str, Any], message: str) -> None:
         Lion([Parameter(torch.ones(2))], **options)
 
 
-def test_state_bytes_and_what_updates_move() -> None:
-    for dtype, state_bytes, moved, of_adamw in (
+@pytest.mark.parametrize(
+    ("dtype", "state_bytes", "moved", "of_adamw"),
+    [
         (torch.float32, 4, 20, 28),
-        (torch.float64, 8, 40, 56),
-        (torch.bfloat16, 8, 22, 30),
-        (torch.float16, 8, 22, 30),
-    ):
-        p = Parameter(torch.ones(10, 10, dtype=dtype))
-        optimizer = Lion([p])
-        assert optimizer.state_bytes_of(p) == 100 * state_bytes
-        assert optimizer.update_share_of(p) == moved / of_adamw and AdamW([p]).update_share_of(p) == 1.0
-        optimizer = Lion([p])
-        p.grad = torch.ones_like(p)
-        optimizer.step()
-        assert sum(t.nbytes for name, t in optimizer.state[p].items() if name != "step") == 100 * state_bytes
+        slow(torch.float64, 8, 40, 56),
+        slow(torch.bfloat16, 8, 22, 30),
+        slow(torch.float16, 8, 22, 30),
+    ],
+    ids=str,
+)
+def test_state_bytes_and_what_updates_move(dtype: torch.dtype, state_bytes: int, moved: int, of_adamw: int) -> None:
+    p = Parameter(torch.ones(10, 10, dtype=dtype))
+    optimizer = Lion([p])
+    assert optimizer.state_bytes_of(p) == 100 * state_bytes
+    assert optimizer.update_share_of(p) == moved / of_adamw and AdamW([p]).update_share_of(p) == 1.0
+    optimizer = Lion([p])
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert sum(t.nbytes for name, t in optimizer.state[p].items() if name != "step") == 100 * state_bytes

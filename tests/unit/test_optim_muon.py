@@ -24,6 +24,7 @@ from autohete_fx.runtime.pending.fence import lower_fences
 from autohete_fx.runtime.pending.updates import Updates
 from autohete_fx.runtime.placement import Placement, place_param
 from autohete_fx.runtime.tiers.host import HostTier, open_tier
+from tests.main_job import slow
 from tests.optimizers import exact_copies, make_params, set_grads
 
 MATRICES = ((40, 300), (300, 40), (64, 64), (1, 7), (33, 1), (257, 131))
@@ -93,8 +94,10 @@ class Pair:
 
 
 @pytest.mark.parametrize("is_host", [True, False])
-@pytest.mark.parametrize("where", PLACES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("where", [Optimizer.DEVICE, *(slow(place) for place in PLACES[1:])], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, *(slow(dtype) for dtype in (torch.float64, torch.bfloat16, torch.float16))], ids=str
+)
 def test_steps_are_torchs_bit_by_bit(
     dtype: torch.dtype, where: Optimizer, is_host: bool, tier: HostTier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,6 +113,7 @@ def test_steps_are_torchs_bit_by_bit(
             assert copied.count(257 * 131 * each) >= 4, "states of a matrix come whole"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", PLACES[:3], ids=str)
 def test_parameters_in_host_memory(where: Optimizer, tier: HostTier) -> None:
     for dtype in (torch.float32, torch.bfloat16):
@@ -306,6 +310,7 @@ def tensors(state_dict: dict[str, Any]) -> list[Tensor]:
     return [t for n in sorted(state_dict["state"]) for _, t in sorted(state_dict["state"][n].items())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_resume_is_bitwise(dtype: torch.dtype, tier: HostTier) -> None:
     pair = Pair(make_params(dtype, MATRICES + OTHERS[:1]), len(MATRICES), lr=0.02)

@@ -17,6 +17,7 @@ from autohete_fx.runtime import disk
 from autohete_fx.runtime.disk import DiskTier
 from autohete_fx.runtime.placement import Placement, place_param
 from autohete_fx.runtime.tiers.host import HostTier, is_home, open_tier
+from tests.main_job import slow
 from tests.optimizers import KINDS, assert_same, exact_copies, make_params, run, set_grads
 
 SHAPES = ((33, 7), (5,), (), (200, 300))
@@ -50,7 +51,7 @@ def test_states_on_disk(dtype: torch.dtype, name: str, tier: HostTier, monkeypat
 
 
 @pytest.mark.parametrize("where", [Optimizer.DEVICE, Optimizer.HOST], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)
 def test_momenta_and_rates_that_change(dtype: torch.dtype, where: Optimizer, tier: HostTier) -> None:
     """A momentum begins with its first gradient undampened, whenever that is, and is kept while it is switched off."""
     params = make_params(dtype, SHAPES)
@@ -90,10 +91,10 @@ def test_momenta_and_rates_that_change(dtype: torch.dtype, where: Optimizer, tie
 
 @pytest.mark.parametrize("options", [{"maximize": True}, {"lr": torch.tensor(0.01)}, {"lr": 0.0}], ids=str)
 @pytest.mark.parametrize("name", ["Adam", "SGD", "momentum"])
-def test_hyperparameters(name: str, options: dict[str, Any]) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        params = make_params(dtype, SHAPES)
-        run(KINDS[name], params, KINDS[name].make(params, **options), 3, **options)
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)
+def test_hyperparameters(dtype: torch.dtype, name: str, options: dict[str, Any]) -> None:
+    params = make_params(dtype, SHAPES)
+    run(KINDS[name], params, KINDS[name].make(params, **options), 3, **options)
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "AdamW"])
@@ -153,7 +154,7 @@ def test_a_dict_of_early_pytorch_has_nothing_where_there_is_no_momentum() -> Non
     assert optimizer.param_groups[0]["lr"] == 0.2 and not optimizer.state
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, slow(torch.bfloat16)], ids=str)
 def test_a_dict_of_steps_without_momentum_loads_where_there_is_one_from_now_on(dtype: torch.dtype) -> None:
     params = make_params(dtype, SHAPES)
     others = exact_copies(params)
@@ -184,7 +185,7 @@ def test_a_dict_of_steps_without_momentum_loads_where_there_is_one_from_now_on(d
         )
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [name if name == "AdamW" else slow(name) for name in KINDS])
 def test_16_bit_resume_is_bitwise(name: str, tier: HostTier) -> None:
     params = make_params(torch.bfloat16, SHAPES)
     optimizer = KINDS[name].make(params, lr=0.01)
@@ -251,18 +252,21 @@ def test_bad_arguments(kind: Any, options: dict[str, Any], message: str) -> None
         kind([Parameter(torch.ones(2))], **options)
 
 
-def test_state_bytes_and_what_updates_move() -> None:
-    for name, dtype, state_bytes, share in (
+@pytest.mark.parametrize(
+    ("name", "dtype", "state_bytes", "share"),
+    [
         ("SGD", torch.float32, 0, 12 / 28),
-        ("SGD", torch.bfloat16, 4, 14 / 30),
+        slow("SGD", torch.bfloat16, 4, 14 / 30),
         ("momentum", torch.float32, 4, 20 / 28),
-        ("momentum", torch.float16, 8, 22 / 30),
+        slow("momentum", torch.float16, 8, 22 / 30),
         ("Adam", torch.float32, 8, 1.0),
-        ("Adam", torch.bfloat16, 12, 1.0),
-    ):
-        p = Parameter(torch.ones(10, 10, dtype=dtype))
-        optimizer = KINDS[name].make([p])
-        assert optimizer.state_bytes_of(p) == 100 * state_bytes and optimizer.update_share_of(p) == share
-        p.grad = torch.ones_like(p)
-        optimizer.step()
-        assert sum(t.nbytes for n, t in optimizer.state[p].items() if n != "step") == 100 * state_bytes
+        slow("Adam", torch.bfloat16, 12, 1.0),
+    ],
+)
+def test_state_bytes_and_what_updates_move(name: str, dtype: torch.dtype, state_bytes: int, share: float) -> None:
+    p = Parameter(torch.ones(10, 10, dtype=dtype))
+    optimizer = KINDS[name].make([p])
+    assert optimizer.state_bytes_of(p) == 100 * state_bytes and optimizer.update_share_of(p) == share
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert sum(t.nbytes for n, t in optimizer.state[p].items() if n != "step") == 100 * state_bytes

@@ -1,7 +1,8 @@
 """AdamW, Adam and SGD against those of torch.optim with fused=True, wherever parameters and states live."""
 
 import copy
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,19 @@ from autohete_fx.ir import Optimizer, Params
 from autohete_fx.optim import AdamW, optimizer_of
 from autohete_fx.runtime.placement import Placement, place_param
 from autohete_fx.runtime.tiers.host import HostTier, is_home, open_tier
-from tests.optimizers import KINDS, assert_same, exact_copies, make_params, run, set_grads
+from tests.main_job import slow
+from tests.optimizers import FULL, KINDS, assert_same, exact_copies, make_params, run, set_grads
 
 SHAPES = ((33, 7), (5,), (), (1,), (0, 4), (200, 300))
 PLACES = [(params, optimizer) for params in Params for optimizer in (Optimizer.DEVICE, Optimizer.HOST)]
 PLACE_IDS = [f"params_{p.value}-states_{o.value}" for p, o in PLACES]
+
+
+def kinds_of(*dtypes: torch.dtype) -> Iterator[Any]:
+    """Every optimizer with every type. Each compiles a kernel for each type of 16 bits: those of AdamW in bfloat16 are quick."""
+    for name, dtype in itertools.product(KINDS, dtypes):
+        is_quick = dtype in FULL or (name, dtype) == ("AdamW", torch.bfloat16)
+        yield pytest.param(name, dtype, id=f"{name}-{dtype}", marks=[] if is_quick else [pytest.mark.slow])
 
 
 @pytest.fixture
@@ -31,8 +40,7 @@ def place_all(params: Sequence[Parameter], where: tuple[Params, Optimizer], tier
 
 
 @pytest.mark.parametrize("where", PLACES, ids=PLACE_IDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "dtype"), list(kinds_of(torch.float32, torch.float64, torch.bfloat16, torch.float16)))
 def test_steps_equal_torch(name: str, dtype: torch.dtype, where: tuple[Params, Optimizer], tier: HostTier) -> None:
     params, kind = make_params(dtype, SHAPES), KINDS[name]
     optimizer = kind.make(params, lr=3e-3)
@@ -62,8 +70,7 @@ def test_hyperparameters(dtype: torch.dtype, options: dict[str, Any]) -> None:
     run(KINDS["AdamW"], params, KINDS["AdamW"].make(params, **options), 4, **options)
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), list(kinds_of(torch.float32, torch.bfloat16)))
 def test_a_placement_that_changes_between_steps_changes_no_value(name: str, dtype: torch.dtype, tier: HostTier) -> None:
     params = make_params(dtype, SHAPES)
     optimizer = KINDS[name].make(params)
@@ -89,9 +96,8 @@ def test_a_host_gradient_is_used_where_it_is(tier: HostTier) -> None:
         assert_same(params, optimizer, reference, expected, step + 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("where", [PLACES[0], PLACES[3]], ids=[PLACE_IDS[0], PLACE_IDS[3]])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(("name", "dtype"), list(kinds_of(torch.float32, torch.bfloat16)))
 def test_layouts(name: str, dtype: torch.dtype, where: tuple[Params, Optimizer], tier: HostTier) -> None:
     """Channels-last and transposed parameters, strided views, and gradients laid out in another way."""
     base = torch.randn(4, 6, 5, 5).to(dtype)
@@ -171,8 +177,7 @@ def test_zero_grad_keeps_homes_valid(to_none: bool, tier: HostTier) -> None:
     assert (p.grad is None) if to_none else (p.grad is home and not home.any())
 
 
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("name", "dtype"), list(kinds_of(torch.float32, torch.bfloat16)))
 def test_closure_hooks_and_accumulation(name: str, dtype: torch.dtype, tier: HostTier) -> None:
     """Three different micro-batches in a closure, as Lightning runs them, with hooks around the step."""
     torch.manual_seed(0)
@@ -205,7 +210,7 @@ def test_closure_hooks_and_accumulation(name: str, dtype: torch.dtype, tier: Hos
 
 
 @pytest.mark.parametrize("how", ["version", "data", "load", "replaced"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, slow(torch.float16)], ids=str)
 @pytest.mark.parametrize("where", PLACES, ids=PLACE_IDS)
 def test_edits_between_steps_are_honoured(
     how: str, dtype: torch.dtype, where: tuple[Params, Optimizer], tier: HostTier

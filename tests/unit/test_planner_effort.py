@@ -53,6 +53,7 @@ def test_a_plan_that_is_near_enough_the_bound_is_searched_no_further(monkeypatch
     assert 0 < plan.gap <= effort.ENOUGH
 
 
+@pytest.mark.slow
 def test_annealing_goes_on_while_it_finds_something(runs: list[tuple[int, list[int]]], monkeypatch: pytest.MonkeyPatch):
     """Last come walks that give all distances."""
     monkeypatch.setattr(effort, "STAGNANT", 0.0)  # each run is faster by that
@@ -79,6 +80,7 @@ def test_a_run_without_a_gain_is_followed_by_walks_that_give_all_distances(
     assert [seed for seed, _ in runs] == [effort.FEW_RUNS[0][0], effort.FEW_RUNS[1][0], effort.LAST_RUNS[0][0]]
 
 
+@pytest.mark.slow
 def test_decisions_of_a_problem_that_is_near_are_where_the_search_begins(monkeypatch: pytest.MonkeyPatch):
     """Of a budget that is a hundredth larger. Nothing walks the second time."""
     plan = planner.solve(dozen(), time_limit_s=10, explains=False)
@@ -95,6 +97,7 @@ def test_decisions_of_a_problem_that_is_near_are_where_the_search_begins(monkeyp
     )
 
 
+@pytest.mark.slow
 def test_where_work_slows_down_other_work_the_search_learns_by_how_much_and_goes_on(
     runs: list[tuple[int, list[int]]], monkeypatch: pytest.MonkeyPatch
 ):
@@ -121,6 +124,7 @@ def test_where_work_slows_down_other_work_the_search_learns_by_how_much_and_goes
     assert plan.step_s < simulate(slow, blind.decisions, events=False).step_s
 
 
+@pytest.mark.slow
 def test_where_a_replay_takes_long_nothing_is_learned(monkeypatch: pytest.MonkeyPatch):
     """The simulator then judges a few plans in the end."""
     monkeypatch.setattr(finding, "lengthening", None)
@@ -132,6 +136,7 @@ def test_where_a_replay_takes_long_nothing_is_learned(monkeypatch: pytest.Monkey
     assert len(judged) <= 5 and plan.step_s == simulate(many, plan.decisions, events=False).step_s
 
 
+@pytest.mark.slow
 def test_whole_numbers_at_the_ends_prove_more_and_no_more_than_is_true():
     """Alike blocks share out what is a mixture, but for the first ones, for which others wait, and the last ones, which wait."""
     layer = cost(
@@ -289,6 +294,7 @@ def test_a_dive_decides_within_the_budget_near_its_relaxation(share: float):
     assert dive(program, deadline=float("inf")) == []
 
 
+@pytest.mark.slow
 def test_a_relaxation_is_rounded_even_when_the_time_is_over(monkeypatch: pytest.MonkeyPatch):
     """On a slow machine it may take all the time there is; patterns are worse."""
     monkeypatch.setattr(effort, "MOST_CHOICES", 1)
@@ -311,6 +317,7 @@ def test_a_relaxation_is_rounded_even_when_the_time_is_over(monkeypatch: pytest.
     assert rounded.step_s < 0.95 * of_patterns.step_s
 
 
+@pytest.mark.slow
 def test_both_relaxations_of_many_blocks_end_at_their_share_of_the_time(monkeypatch: pytest.MonkeyPatch):
     """Rounding, walks and branches have the rest. The clock stands still, so that nothing but a deadline says when they end."""
     twelve = dozen()

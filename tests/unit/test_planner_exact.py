@@ -58,6 +58,7 @@ def at_all_distances(given_problem: Problem, block: int) -> list[BlockDecision]:
     ]
 
 
+@pytest.mark.slow
 @settings(max_examples=25, **QUIET)
 @given(
     problems(most_blocks=5, budgets=False) | problems(most_blocks=5, budgets=False, early=True), st.floats(0.5, 0.95)

@@ -65,6 +65,7 @@ def test_uploads_of_updates_wait_and_the_host_updates_on(priority: bool):
     assert on_host.end_s < on_device.start_s + LINK_S == pytest.approx(upload.start_s)
 
 
+@pytest.mark.slow
 @settings(max_examples=80, **QUIET)
 @given(updated_anywhere(), st.integers(0, 2**32 - 1))
 def test_the_search_replays_them_and_the_bound_knows_no_more(free: Problem, seed: int):

@@ -79,7 +79,7 @@ def test_replays_of_arrays_are_those_of_the_simulator(free: Problem):
 @pytest.mark.parametrize("overlap", Overlap)
 @pytest.mark.parametrize("priority", [True, False])
 @pytest.mark.parametrize("training, micro_batches", [(True, 1), (True, 3), (False, 1)])
-@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("mixed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_every_schedule_is_replayed_as_by_the_simulator(
     overlap: Overlap, priority: bool, training: bool, micro_batches: int, mixed: bool
 ):

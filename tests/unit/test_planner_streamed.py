@@ -165,6 +165,7 @@ def test_the_program_that_decides_has_copies_down_wait_until_states_are_home(ove
     assert bounds[0] < 0.95 * step_s and bounds[1] == pytest.approx(step_s, rel=0.01)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, **QUIET)
 @given(updated_anywhere(), st.integers(0, 2**32 - 1))
 def test_the_search_replays_them_and_the_bound_knows_no_more(free: Problem, seed: int):

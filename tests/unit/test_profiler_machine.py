@@ -217,6 +217,7 @@ def test_a_machine_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert replace(again, host_bytes=0, disk_bytes=0) == replace(first, host_bytes=0, disk_bytes=0)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_host_get_even_parts_of_what_all_of_them_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And one rank alone has what it always had; none takes the other's figures from the cache."""
     threads: list[int] = []

@@ -77,7 +77,8 @@ def in_turns() -> Iterator[Any]:
     for at, name in enumerate(CONVOLUTIONS):
         for also, dtype in enumerate(DTYPES):
             threads = 1 + (at + also) % 2
-            yield pytest.param(name, dtype, threads, id=f"{name}-{dtype}-{threads}")
+            marks = [pytest.mark.slow] if dtype is torch.float64 else []
+            yield pytest.param(name, dtype, threads, id=f"{name}-{dtype}-{threads}", marks=marks)
 
 
 @pytest.mark.parametrize(("name", "dtype", "threads"), list(in_turns()))
