@@ -55,17 +55,17 @@ def clean_name(source: str) -> str:
 
 
 def sizes_that_may_change(gm: fx.GraphModule, inputs: Sequence[GraphInput]) -> list[torch.SymInt]:
-    """The sizes of inputs of Dynamo's graph that may be others in the next call, but for those that the program has marked so."""
+    """The sizes of inputs of Dynamo's graph that may be others in the next call, but for those that the program has marked so.
+
+    PyTorch marks the lengths of the shortest and of the longest row of a jagged tensor.
+    """
     found = []
     for node, item in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
-        value, marked = node.meta.get("example_value"), dims_marked_dynamic(item.tensor)
-        for tensor in parts_of(value):
-            skipped = marked if tensor is value else ()
-            found += [
-                s
-                for at, s in enumerate(tensor.shape)
-                if isinstance(s, torch.SymInt) and is_known(s) and at not in skipped
-            ]
+        traced, given = list(parts_of(node.meta.get("example_value"))), list(parts_of(item.tensor))
+        for at, tensor in enumerate(traced):
+            marked = dims_marked_dynamic(given[at] if len(given) == len(traced) else item.tensor)
+            sizes = enumerate(tensor.shape)
+            found += [s for dim, s in sizes if isinstance(s, torch.SymInt) and is_known(s) and dim not in marked]
     return found
 
 

@@ -98,8 +98,7 @@ class InferencePlanner:
             decisions = decisions or (BlockDecision(),) * len(problem.costs)
             given = Plan(labels=problem.labels, decisions=decisions, schedule=problem.schedule)
         if given is not None:
-            is_own = given is self.given and self.captured.options.plan is None
-            return rewrite(fitted_plan(given, self.blocks, problem, is_own=is_own))
+            return rewrite(fitted_plan(given, self.blocks, problem, is_own=given is self.given))
         problem = dataclasses.replace(problem, fixed_decisions=())
 
         def solve(limited: Problem) -> Plan:

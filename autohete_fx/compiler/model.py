@@ -7,7 +7,6 @@ the device memory that it takes beside the others.
 
 import contextlib
 import dataclasses
-import gc
 import hashlib
 import logging
 import weakref
@@ -208,7 +207,7 @@ def new_model(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options
     stays after it was deleted, and no budget counts it.
     """
     if len(_models):
-        gc.collect()
+        dynamo.collect_garbage()
     device = device_of(inputs)
     session = Session(
         _fresh_digest(graph_digest(gm, inputs, options, with_sizes=False)),  # ranks with other sizes share code

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
+from torch.nn.parameter import UninitializedBuffer
 
 from autohete_fx.capture.inputs import graph_inputs, parameters_of
 from autohete_fx.compiler.agreement import Agreement
@@ -27,7 +28,7 @@ from autohete_fx.runtime.pending import calls, watching
 
 
 def _modules_of(model: object) -> Iterator[torch.nn.Module]:
-    """A module; or those that a function belongs to, closes over or finds among its globals."""
+    """A module; or those that a function belongs to, is given, closes over or names."""
     if isinstance(model, torch.nn.Module):
         yield model
     elif isinstance(model, functools.partial):
@@ -36,11 +37,11 @@ def _modules_of(model: object) -> Iterator[torch.nn.Module]:
     elif inspect.ismethod(model):
         yield from _modules_of(model.__self__)
     elif inspect.isfunction(model):
-        with contextlib.suppress(ValueError):  # a variable has no value yet
-            names = inspect.getclosurevars(model)
-            yield from (
-                v for v in (*names.nonlocals.values(), *names.globals.values()) if isinstance(v, torch.nn.Module)
-            )
+        for cell in model.__closure__ or ():
+            with contextlib.suppress(ValueError):  # it has no value yet
+                yield from _modules_of(cell.cell_contents)
+        named = (model.__globals__.get(name) for name in model.__code__.co_names)
+        yield from (each for each in named if isinstance(each, torch.nn.Module))
 
 
 @contextlib.contextmanager
@@ -48,17 +49,18 @@ def _buffers_kept(model: object) -> Iterator[None]:
     """Afterwards the model has the buffers that it had, with their values. Those that a first forward makes stay."""
     modules = dict.fromkeys(module for root in _modules_of(model) for module in root.modules())
     kept = [
-        (module, name, b, b.detach().clone()) for module in modules for name, b in module.named_buffers(recurse=False)
+        (module, name, b, b.detach().clone())
+        for module in modules
+        for name, b in module.named_buffers(recurse=False)
+        if not isinstance(b, UninitializedBuffer)
     ]
     try:
         yield
     finally:
         for module, name, buffer, value in kept:
-            if buffer.is_meta or not torch.equal(
-                buffer, value
-            ):  # an expanded one, which nothing writes, cannot be written
-                with torch.inference_mode() if buffer.is_inference() else torch.no_grad():
-                    buffer.copy_(value)
+            writing = torch.inference_mode() if buffer.is_inference() else torch.no_grad()
+            with writing, contextlib.suppress(RuntimeError):  # an expanded one, which nobody can have written either
+                buffer.copy_(value)
             setattr(module, name, buffer)
 
 
@@ -103,7 +105,10 @@ def preview(
             owner.session.close()  # a compilation that follows must not take this for a twin
         return gm.forward
 
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), _buffers_kept(model):
+    with (
+        torch.random.fork_rng(devices=range(torch.cuda.device_count())),
+        _buffers_kept(functools.partial(model, *inputs, **keyword_inputs)),
+    ):
         versions.compile_apart(model, look)(*inputs, **keyword_inputs)
     if not found:
         raise CaptureError(

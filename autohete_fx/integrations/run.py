@@ -213,15 +213,16 @@ def _module(target: str) -> Program:
 
 
 def _spec_of(name: str) -> importlib.machinery.ModuleSpec | None:
+    if name.startswith("."):
+        return None
     try:
         return importlib.util.find_spec(name)
-    except ValueError:
-        return None
-    except ImportError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):  # raised by the code of a package
-            sys.excepthook(type(error), error, error.__traceback__)
-            raise SystemExit(1) from None
-        return None  # a parent is missing, or is no package
+    except (ImportError, ValueError) as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}.")
+        if missing or (isinstance(error, ValueError) and "__spec__" in str(error)):
+            return None  # a parent is missing, or is no package
+        sys.excepthook(type(error), error, error.__traceback__)  # raised by the code of a package
+        raise SystemExit(1) from None
 
 
 def _from(code: CodeType, traceback: TracebackType | None) -> TracebackType | None:

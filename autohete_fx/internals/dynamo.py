@@ -84,6 +84,14 @@ def _converting(*, is_split: bool) -> Iterator[None]:
         _frame.is_split, _frame.has_objects, _frame.began_s = before
 
 
+def collect_garbage() -> None:
+    """All of it, where Dynamo may."""
+    from torch._dynamo import config
+
+    if config.run_gc_after_compile:
+        gc.collect()
+
+
 def conversion_began_s() -> float | None:
     """When Dynamo began with the frame that it converts in this thread, by `time.perf_counter`; None where it converts none."""
     return _frame.began_s
@@ -130,7 +138,7 @@ def on_cache_misses(
     between the entry of a compiled function and its code. It runs as it is, after ``begin``, which nobody would hear raise
     there.
     """
-    from torch._dynamo import config, trace_rules
+    from torch._dynamo import trace_rules
     from torch._dynamo.convert_frame import CatchErrorsWrapper
     from torch._dynamo.types import ConvertFrameReturn
 
@@ -152,8 +160,8 @@ def on_cache_misses(
                 num_breaks = num_graph_breaks()
                 result = convert(self, frame, *args)
                 has_old_traces = _frame.has_objects or num_graph_breaks() != num_breaks
-            if is_ours and has_old_traces and config.run_gc_after_compile:
-                gc.collect()
+            if is_ours and has_old_traces:
+                collect_garbage()
             if result.guarded_code is not None:
                 compiled()
             elif not is_left_alone:

@@ -30,7 +30,9 @@ def _may_go(variable: Any, names: Collection[str]) -> bool:
     from torch._dynamo.variables import UnspecializedNNModuleVariable, UserDefinedObjectVariable
 
     if isinstance(variable, UnspecializedNNModuleVariable):
-        return any(isinstance(getattr(variable.value, name, None), torch.Tensor) for name in names)
+        own = vars(variable.value)
+        kept = (own.get(name, own.get("_buffers", {}).get(name)) for name in names)
+        return any(isinstance(each, torch.Tensor | list | tuple | dict) for each in kept)
     source = variable.source if isinstance(variable, UserDefinedObjectVariable) else None
     if source is None or not is_from_local_source(source):
         return False

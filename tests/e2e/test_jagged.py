@@ -32,14 +32,14 @@ class Layer(nn.Module):
 
 
 class Jagged(job.Model):
-    """Called with a batch of equal rows, it makes four of them that differ."""
+    """Called with a batch of equal rows, it makes four of them that differ, the first of so many tokens as the batch has rows."""
 
     def __init__(self, sizes: job.Sizes) -> None:
         super().__init__(sizes)
         self.layers = nn.ModuleList(Layer(sizes.width) for _ in range(sizes.layers))
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        rows = tokens.flatten().tensor_split((40, 60, 80))
+        rows = tokens.flatten().tensor_split((tokens.shape[0], 60, 80))  # the shortest one grows, too
         return super().__call__(torch.nested.nested_tensor(list(rows), layout=torch.jagged))
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -122,13 +122,19 @@ def test_buffers_are_as_before_though_forward_makes_one_or_a_later_graph_fails(f
 def test_buffers_are_as_before_too_where_a_function_is_given():
     model, x = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)), torch.randn(8, 64)
     before = {name: b.clone() for name, b in model.named_buffers()}
-    for given, inputs in ((lambda x: model(x), (x,)), (model.forward, (x,)), (functools.partial(model, x), ())):
+    for given, inputs in (
+        (lambda x: model(x), (x,)),
+        (lambda net, x: net(x), (model, x)),
+        (model.forward, (x,)),
+        (functools.partial(model, x), ()),
+    ):
         assert autohete_fx.preview(given, *inputs, options=EAGER)
         assert all(torch.equal(b, before[name]) for name, b in model.named_buffers()), given
 
 
 def test_buffers_that_cannot_be_written_are_left_alone():
     model = nn.Linear(64, 64)
+    model.register_buffer("sparse", torch.eye(4).to_sparse())
     model.register_buffer("expanded", torch.ones(1).expand(64))
     with torch.inference_mode():
         model.register_buffer("inferred", torch.ones(64))

@@ -99,6 +99,7 @@ def test_a_module_and_a_package_are_run_by_name(
     [
         (["absent.py"], "cannot open 'absent.py'"),
         (["-m", "absent_module"], "no such module"),
+        (["-m", ".relative"], "no such module"),
         (["--budget", "12 stones", "x.py"], "unknown unit of size"),
         (["--option", "memory_bugdet=3", "x.py"], "did you mean 'memory_budget'"),
         (["--option", "verify", "x.py"], "NAME=VALUE"),
@@ -139,10 +140,14 @@ def test_a_package_that_cannot_be_imported_is_told_as_by_python(
     (tmp_path / "lacking").mkdir()
     (tmp_path / "lacking" / "__init__.py").write_text("import sys\nprint(sys.argv)\nimport no_such_library")
     (tmp_path / "lacking" / "train.py").write_text("")
+    (tmp_path / "circular").mkdir()
+    (tmp_path / "circular" / "__init__.py").write_text("from . import absent")
     assert run("-m", "lacking.train", "--lr") == 1
     shown = capsys.readouterr()
     assert "ModuleNotFoundError: No module named 'no_such_library'" in shown.err
     assert shown.out == "['-m', '--lr']\n"
+    assert run("-m", "circular.train") == 1
+    assert "cannot import name 'absent' from partially initialized module 'circular'" in capsys.readouterr().err
 
 
 def test_paths_in_options_are_those_of_the_directory_where_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

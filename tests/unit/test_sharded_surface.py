@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
@@ -85,3 +86,47 @@ def test_an_attribute_is_refused_where_training_takes_a_parameter():
         }.items():
             with pytest.raises(ShardError, match=f"called {name} with .* within autohete_fx.gathered"):
                 ask()
+
+
+@pytest.mark.parametrize("loss_scale", [1.0, 1024.0])
+def test_a_grad_scaler_is_refused_unless_it_scales_nothing(loss_scale: float):
+    with imagined_mesh(2) as mesh:
+        model = autohete_fx.shard(nn.Linear(128, 128), mesh)
+        for optimizer in (autohete_fx.AdamW(model.parameters()), torch.optim.SGD(model.parameters(), fused=True)):
+            scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale)
+            scaler.scale(torch.ones(()))
+            for call in (scaler.unscale_, scaler.step):
+                with pytest.raises(
+                    ShardError, match="a GradScaler got an optimizer of 2 parameters that ranks hold together"
+                ):
+                    call(optimizer)
+        alone = nn.Linear(4, 4)
+        alone(torch.ones(4)).sum().backward()
+        scaler.step(torch.optim.SGD(alone.parameters()))
+
+
+def test_wrappers_that_average_or_divide_are_refused_around_a_sharded_model_and_within_one():
+    with imagined_mesh(2) as mesh:
+        model = autohete_fx.shard(nn.Linear(128, 128), mesh)
+        values = model._parameters["weight"].detach().clone()
+        with pytest.raises(
+            ShardError, match="DistributedDataParallel got a model of which ranks hold 2 parameters together"
+        ):
+            nn.parallel.DistributedDataParallel(model)
+        assert torch.equal(model._parameters["weight"], values)
+        with pytest.raises(AttributeError, match=r"has no '_local_tensor'.* such as fully_shard"):
+            print(model.weight._local_tensor)
+    with fake_default_group(2):
+        divided = nn.Sequential(nn.Linear(128, 128))
+        fully_shard(divided[0], mesh=init_device_mesh("cpu", (2,)))
+        averaged = nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(128, 128)))
+        for wrapped, kind in ((divided, "fully_shard"), (averaged, "DistributedDataParallel")):
+            with pytest.raises(
+                ShardError, match=f"the module 0 is one of {kind}. .* give it the model as it was before"
+            ):
+                autohete_fx.shard(wrapped, init_device_mesh("cpu", (2,)))
+
+
+def test_a_mesh_whose_order_its_process_group_has_not_is_told_so():
+    with fake_default_group(2), pytest.raises(ShardError, match=r"order \[1, 0\], .* in the order \[0, 1\]"):
+        autohete_fx.shard(nn.Linear(128, 128), DeviceMesh("cpu", [1, 0]))

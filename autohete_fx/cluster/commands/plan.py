@@ -39,7 +39,7 @@ class Request:
         model: as `autohete plan` takes it.
         cluster: short form or file.
         global_batch: samples of a step.
-        seq: tokens of a sample; those of measured layers where their file says them.
+        seq: tokens of a sample. `autohete plan` takes those of measured layers where their file says them.
         measured: folder of measured layers and links; None: priced from data sheets.
         dtype: of parameters; None: bfloat16.
         tf32: fp32 products run in TF32.

@@ -56,7 +56,8 @@ def export(store: Store | _Path | Sequence[_Path], path: str | Path) -> int:
             except (OSError, SafetensorError) as error:
                 raise ClusterError(
                     f"the weights of step {save.step} could not be written to {str(path)!r}: {words_of(error)}. Expected was room"
-                    " for all of them. Make room there, or give another path, and export again. Nothing of the store changed"
+                    " for all of them, and no error of the disk. Mend that, or give another path, and export again. The store is"
+                    " as it was"
                 ) from error
             return save.step
     troubles = [f"{where!r} could not be read: {why}." for place in places for where, why in place.troubles.items()]

@@ -180,11 +180,17 @@ def _group_of(mesh: DeviceMesh, numbers: list[int]) -> dist.ProcessGroup:
     try:
         group = mesh.get_group(mesh.ndim - 1)
         found = dist.get_process_group_ranks(group)
+    except (RuntimeError, ValueError, KeyError) as error:
+        found, reason = [], error
+    else:
+        reason = f"a group of that name has ranks {found}"
         if found == numbers:
             return group
-        reason: object = f"a group of that name has ranks {found}"
-    except (RuntimeError, ValueError, KeyError) as error:
-        reason = error
+    if sorted(found) == sorted(numbers):
+        raise ShardError(
+            f"the mesh {mesh} has ranks in the order {numbers}, and its process group in the order {found}. Expected was one order."
+            " Give the mesh its ranks in ascending order"
+        )
     raise ShardError(
         f"parameters are on a mesh whose process group is not there: {mesh}, {reason}. Expected was one with groups that there are."
         " PyTorch keeps the first of equal meshes. If its groups were destroyed, give the new one other names:"

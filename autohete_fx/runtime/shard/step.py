@@ -21,7 +21,7 @@ from autohete_fx.graph.ops import SMALLEST_COPY_BYTES
 from autohete_fx.runtime.lanes.failures import tell_refusal
 from autohete_fx.runtime.lanes.net import all_reduce
 from autohete_fx.runtime.lanes.positions import note_step
-from autohete_fx.runtime.shard import parts, state
+from autohete_fx.runtime.shard import parts, state, wrappers
 from autohete_fx.runtime.shard.parts import part_of
 from autohete_fx.runtime.shard.ranks import Ranks
 from autohete_fx.runtime.shard.same_call import check_all_step
@@ -38,11 +38,12 @@ _is_watching = False
 
 
 def watch() -> None:
-    """See to the steps of all optimizers of this process."""
+    """See to the steps of all optimizers of this process, and to what would be around them."""
     global _is_watching
     if not _is_watching:
         _is_watching = True
         register_optimizer_step_pre_hook(_before_step)
+        wrappers.watch()
 
 
 def _before_step(
@@ -137,9 +138,9 @@ def _refuse(written: Sequence[Tensor], until: str) -> None:
         assert part is not None
         error = ShardError(
             f"the gradients of {len(written)} parameters that ranks hold together, the first of size {part.full_size}, were changed"
-            f" between backward and {until}. torch.nn.utils.clip_grad_norm_ and GradScaler.unscale_ do so, by one rank's part"
-            " alone. Expected were gradients as backward leaves them. Clip with autohete_fx.AdamW(..., max_grad_norm=...), and"
-            " scale the loss where gradients are to be scaled"
+            f" between backward and {until}. torch.nn.utils.clip_grad_norm_ does so, by one rank's part alone. Expected were"
+            " gradients as backward leaves them. Clip with autohete_fx.AdamW(..., max_grad_norm=...), and scale the loss where"
+            " gradients are to be scaled"
         )
         # Another rank may have none that was written, and would wait for this one.
         tell_refusal(error, part.ranks.control)

@@ -32,7 +32,7 @@ from autohete_fx.graph.ops import SMALLEST_COPY_BYTES
 from autohete_fx.internals.tensors import local_of
 from autohete_fx.runtime.held import is_held
 from autohete_fx.runtime.placement import placement_of
-from autohete_fx.runtime.shard import state, step
+from autohete_fx.runtime.shard import state, step, wrappers
 from autohete_fx.runtime.shard.layout import Layout
 from autohete_fx.runtime.shard.parts import Part, dtensor_part_of, note_part, part_of
 from autohete_fx.runtime.shard.ranks import Ranks, parallel_ranks_of, ranks_of
@@ -64,8 +64,11 @@ def shard(model: ModuleT, mesh: DeviceMesh) -> ModuleT:
         The model.
 
     Raises:
-        ShardError: the mesh has three or more dimensions, ranks have other parameters, or a parameter cannot be sharded.
+        ShardError: the mesh has three or more dimensions, ranks have other parameters, a parameter cannot be sharded, or
+            DistributedDataParallel or ``fully_shard`` has the model.
     """
+    if (words := wrappers.refusal(model)) is not None:
+        raise ShardError(words)
     named = dict(model.named_parameters())
     ranks = _ranks_of(mesh, named)
     _check(model, named, ranks)

@@ -6,7 +6,7 @@ the same tensor for each who asks for the same shard, so that tied parameters ca
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,12 @@ class Unreadable(nn.Parameter):
     def device(self) -> torch.device:  # type: ignore[override]
         """The shard's device."""
         return self._autohete_device
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"a parameter of which each rank holds a shard has no {name!r}. Expected was a whole one, or a DTensor, as by code that"
+            " divides parameters itself, such as fully_shard. Divide a model by one of the two"
+        )
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"Unreadable(size={tuple(self.shape)}, dtype={self.dtype})"
