@@ -162,9 +162,9 @@ def problems(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
     seen: list[Problem] = []
     fitted_plan = given.fitted_plan
 
-    def look(plan: Plan, graph: Any, problem: Problem) -> Plan:
+    def look(plan: Plan, graph: Any, problem: Problem, **how: Any) -> Plan:
         seen.append(problem)
-        return fitted_plan(plan, graph, problem)
+        return fitted_plan(plan, graph, problem, **how)
 
     monkeypatch.setattr(given, "fitted_plan", look)
     return seen
