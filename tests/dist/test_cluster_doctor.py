@@ -40,6 +40,7 @@ def unmeasured(path: str) -> dict[str, Any]:
     return {"error": str(caught.value), "seconds": time.monotonic() - began, "group_s": group_s}
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_measure_is_named_at_once(tmp_path: Path):
     path = tmp_path / "cluster.json"
     for found in run("tests.dist.test_cluster_doctor.unmeasured", tmp_path, str(path)):

@@ -305,6 +305,7 @@ def copies() -> list[list[Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_collectives_on_a_cpu_take_no_more_than_plans_count(tmp_path: Path):
     for found in ranks.run("tests.dist.test_shard_plans.copies", tmp_path):
         for target, count, expected, taken in found:
