@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autohete_fx.capture.inputs import GraphInput, device_of
 from autohete_fx.compiler.keys import graph_digest
 from autohete_fx.compiler.shares import Origin, Shares
-from autohete_fx.internals import dynamo
+from autohete_fx.internals import dynamo, garbage
 from autohete_fx.internals.compiled_code import forget_compiled
 from autohete_fx.machine.budgets import host_budget_bytes
 from autohete_fx.optim.owners import optimizer_of
@@ -207,7 +207,7 @@ def new_model(gm: fx.GraphModule, inputs: Sequence[GraphInput], options: Options
     stays after it was deleted, and no budget counts it.
     """
     if len(_models):
-        dynamo.collect_garbage()
+        garbage.collect()
     device = device_of(inputs)
     session = Session(
         _fresh_digest(graph_digest(gm, inputs, options, with_sizes=False)),  # ranks with other sizes share code

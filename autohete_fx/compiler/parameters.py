@@ -12,7 +12,7 @@ from autohete_fx.capture.inputs import GraphInput
 from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.compiler.model import Model, note_model
 from autohete_fx.errors import HostMemoryError
-from autohete_fx.internals import dynamo
+from autohete_fx.internals import garbage
 from autohete_fx.internals.modes import DisableTorchFunction, disable_current_modes
 from autohete_fx.ir import Optimizer, Overlap, Params
 from autohete_fx.ir.sizes import format_bytes
@@ -222,7 +222,7 @@ class GraphParameters:
         if not before or not is_limited or self.model.has_warned or any(p is None or id(p) in given for p in before):
             return
         del before
-        dynamo.collect_garbage()  # a module that was compiled in place is in a cycle with itself
+        garbage.collect()  # a module that was compiled in place is in a cycle with itself
         if any(seen() is None for seen in self._seen):
             return
         self.model.has_warned = True

@@ -6,7 +6,6 @@ parameters, buffers and the random state are as before, also after an error. Not
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
@@ -27,27 +26,18 @@ from autohete_fx.options import Options
 from autohete_fx.runtime.pending import calls, watching
 
 
-def _modules_of(model: object) -> Iterator[torch.nn.Module]:
-    """A module; or those that a function belongs to, is given, closes over or names."""
-    if isinstance(model, torch.nn.Module):
-        yield model
-    elif isinstance(model, functools.partial):
-        for each in (model.func, *model.args, *model.keywords.values()):
-            yield from _modules_of(each)
-    elif inspect.ismethod(model):
-        yield from _modules_of(model.__self__)
-    elif inspect.isfunction(model):
-        for cell in model.__closure__ or ():
-            with contextlib.suppress(ValueError):  # it has no value yet
-                yield from _modules_of(cell.cell_contents)
-        named = (model.__globals__.get(name) for name in model.__code__.co_names)
-        yield from (each for each in named if isinstance(each, torch.nn.Module))
+def _modules_of(call: "functools.partial[object]") -> Iterator[torch.nn.Module]:
+    """The modules that a function is of (`dynamo.modules_of`), is given, or finds among its globals."""
+    code, variables = getattr(call.func, "__code__", None), getattr(call.func, "__globals__", {})
+    named = (variables.get(name) for name in code.co_names) if code is not None else ()
+    found = (*dynamo.modules_of(call.func), *call.args, *call.keywords.values(), *named)
+    return (each for each in found if isinstance(each, torch.nn.Module))
 
 
 @contextlib.contextmanager
-def _buffers_kept(model: object) -> Iterator[None]:
-    """Afterwards the model has the buffers that it had, with their values. Those that a first forward makes stay."""
-    modules = dict.fromkeys(module for root in _modules_of(model) for module in root.modules())
+def _buffers_kept(call: "functools.partial[object]") -> Iterator[None]:
+    """Afterwards the modules of a call have the buffers that they had, with their values. Those that a first forward makes stay."""
+    modules = dict.fromkeys(module for root in _modules_of(call) for module in root.modules())
     kept = [
         (module, name, b, b.detach().clone())
         for module in modules

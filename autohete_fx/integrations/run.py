@@ -162,7 +162,8 @@ def _as_main(target: str, arguments: Sequence[str], *, is_module: bool, stays: b
     try:
         sys.argv = ["-m" if is_module else target, *arguments]  # also while the packages of a module are imported
         program = _module(target) if is_module else _script(target)
-        sys.argv = [str(vars(program.main)["__file__"]) if is_module else target, *arguments]
+        if is_module:
+            sys.argv[0] = str(vars(program.main)["__file__"])
         sys.modules["__main__"] = program.main
         yield program
     finally:
@@ -213,7 +214,7 @@ def _module(target: str) -> Program:
 
 
 def _spec_of(name: str) -> importlib.machinery.ModuleSpec | None:
-    if name.startswith("."):
+    if not name or name.startswith("."):
         return None
     try:
         return importlib.util.find_spec(name)

@@ -21,9 +21,9 @@ from torch import fx
 from torch._dynamo.exc import Unsupported as Unsupported
 
 from autohete_fx.errors import AutoHeteError
+from autohete_fx.internals import garbage
 from autohete_fx.internals.compiled_code import looked_at
 from autohete_fx.internals.stack import on_one_chunk
-from autohete_fx.internals.traces import traces_objects
 
 _TORCH = Path(torch.__file__).parent
 _WRAPPERS = (str(_TORCH / "_dynamo"), str(_TORCH / "nn" / "parallel"))
@@ -46,13 +46,6 @@ def is_stance_default() -> bool:
     from torch._dynamo import config, eval_frame
 
     return eval_frame._stance.stance == "default" and eval_frame._stance.backend is None and not config.disable
-
-
-def without_collection() -> contextlib.AbstractContextManager[None]:
-    """A context in which Dynamo looks for no garbage after it compiled."""
-    from torch._dynamo import config
-
-    return config.patch(run_gc_after_compile=False)
 
 
 class _Frame(threading.local):
@@ -82,14 +75,6 @@ def _converting(*, is_split: bool) -> Iterator[None]:
         yield
     finally:
         _frame.is_split, _frame.has_objects, _frame.began_s = before
-
-
-def collect_garbage() -> None:
-    """All of it, where Dynamo may."""
-    from torch._dynamo import config
-
-    if config.run_gc_after_compile:
-        gc.collect()
 
 
 def conversion_began_s() -> float | None:
@@ -161,7 +146,7 @@ def on_cache_misses(
                 result = convert(self, frame, *args)
                 has_old_traces = _frame.has_objects or num_graph_breaks() != num_breaks
             if is_ours and has_old_traces:
-                collect_garbage()
+                garbage.collect()
             if result.guarded_code is not None:
                 compiled()
             elif not is_left_alone:
@@ -301,7 +286,7 @@ def on_compiled_graphs(around: Callable[[fx.GraphModule, Callable[..., object]],
 
     @functools.wraps(compile_graph)
     def call(self: Any, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
-        _frame.has_objects = _frame.has_objects or traces_objects()
+        _frame.has_objects = _frame.has_objects or garbage.traces_objects()
         return around(gm, compile_graph(self, gm, *args, **kwargs))
 
     WrapBackendDebug.__call__ = call  # type: ignore[method-assign]

@@ -66,8 +66,9 @@ class SavedAs:
             raise self.error(f"this is not a {self.kind} file: {error}; {expected}") from error
         if not isinstance(raw, dict) or "schema_version" not in raw:
             raise self.error(f"this is not a {self.kind} file: it has no schema_version; {expected}")
-        for words in (words for entry, words in self.others.items() if entry in raw):
-            raise self.error(f"this is not a {self.kind} file, but {words}; {expected}")
+        other = next((words for entry, words in self.others.items() if entry in raw), None)
+        if other is not None:
+            raise self.error(f"this is not a {self.kind} file, but {other}; {expected}")
         if raw["schema_version"] not in (self.schema_version, *self.upgrades):
             raise self.error(
                 f"the {self.kind} has schema version {raw['schema_version']}, this autohete_fx reads"

@@ -19,7 +19,7 @@ from autohete_fx.compiler import rewriting
 from autohete_fx.compiler.fixed_bytes import input_bytes, small_bytes, unread, unread_bytes
 from autohete_fx.compiler.problem import Limits, make_problem, num_ranks, param_infos
 from autohete_fx.errors import AutoHeteError, CaptureError
-from autohete_fx.internals import dynamo
+from autohete_fx.internals import dynamo, garbage
 from autohete_fx.internals.dynamo import Unsupported
 from autohete_fx.internals.inductor import Partitioner, run_without_code
 from autohete_fx.internals.modes import FakeTensorMode
@@ -169,7 +169,7 @@ def _captured_step(name: str, sketch: Sketch, device_type: str) -> Captured:
 
     torch.compiler.reset()
     try:
-        with dynamo.without_collection():
+        with garbage.without_collection():
             torch.compile(sketch.loss, backend=look, fullgraph=True, dynamic=False)(*sketch.inputs)
     except Unsupported as error:
         reason = str(error).strip().partition("\n")[0]

@@ -100,6 +100,7 @@ def test_a_module_and_a_package_are_run_by_name(
         (["absent.py"], "cannot open 'absent.py'"),
         (["-m", "absent_module"], "no such module"),
         (["-m", ".relative"], "no such module"),
+        (["-m", ""], "no such module"),
         (["--budget", "12 stones", "x.py"], "unknown unit of size"),
         (["--option", "memory_bugdet=3", "x.py"], "did you mean 'memory_budget'"),
         (["--option", "verify", "x.py"], "NAME=VALUE"),

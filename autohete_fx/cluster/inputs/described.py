@@ -49,6 +49,7 @@ _RATES = ("node_gb_per_s", "within_gb_per_s", "zones_gb_per_s", "usd_per_hour", 
 _KEYS = ("nodes", *_RATES, "devices", "links", "schema_version")
 _NODE_KEYS = ("gpu", "gpus", "count", "zone", "name")
 _LARGE_BYTES = 2.0**30
+"""Of a message by which a timed link is told in one rate."""
 MOST_GPUS = 16384
 """More are taken for a slip of the keyboard."""
 _FILES = SavedAs(

@@ -1,12 +1,29 @@
-"""Objects that Dynamo's trace under way refers to.
+"""Garbage around Dynamo: whether its trace under way refers to objects of the program, and collecting what old traces keep.
 
 In: nothing; the trace is of this thread. Out: whether it keeps objects of the program, which old traces then keep too.
 """
 
+import contextlib
+import gc
 from collections.abc import Collection
 from typing import Any
 
 import torch
+
+
+def collect() -> None:
+    """All garbage, unless `without_collection` or the user's configuration of Dynamo says otherwise."""
+    from torch._dynamo import config
+
+    if config.run_gc_after_compile:
+        gc.collect()
+
+
+def without_collection() -> contextlib.AbstractContextManager[None]:
+    """A context in which neither Dynamo nor we look for garbage after code was compiled."""
+    from torch._dynamo import config
+
+    return config.patch(run_gc_after_compile=False)
 
 
 def traces_objects() -> bool:
