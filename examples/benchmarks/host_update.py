@@ -13,7 +13,7 @@ Two rows at the end are of Lion's seconds over AdamW's, beside what the planner 
 Host states lie in files. Where the system writes those back to a disk meanwhile, that is what is measured: give a directory in
 RAM.
 
-    python examples/benchmarks/host_update.py --params 128000000 --threads 2 4 --offload-dir /dev/shm
+    python examples/benchmarks/host_update.py --params 128000000 --threads 1 2 --offload-dir /dev/shm
 """
 
 import argparse

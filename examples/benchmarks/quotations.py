@@ -56,7 +56,7 @@ def prediction_truth(result: Result) -> Row:
     return Row(
         f"predicted step times and peaks of {models} at {budgets} of plain's memory, {runs} run{'s'[: runs > 1]} each",
         f"steps {percent(statistics.median(steps))} off in the median, {percent(max(steps))} at most; peaks at most"
-        f" {percent(above)} above the measured ones and {percent(below)} below",
+        f" {percent(above)} above the measured ones and {percent(below) if below else 'never'} below",
         result,
     )
 
@@ -200,6 +200,31 @@ def recording_cost(result: Result) -> Row:
     )
 
 
+def host_update(result: Result) -> Row:
+    """By all threads, against the stream that does not read the old weight."""
+    rows = [
+        row for row in result.rows if row["threads"] == result.environment["threads"] and "shares of streams" in row
+    ]
+    groups: dict[str, list[float]] = {}
+    for row in rows:
+        name = row["what"].partition(",")[0].removeprefix("autohete_fx.")
+        if name == "the same":
+            name = next(reversed(groups))
+        groups.setdefault(name, []).append(row["shares of streams"][0])
+    found = [
+        f"{percent(min(shares))} to {percent(max(shares))} by {name}"
+        for name, shares in groups.items()
+        if len(shares) > 1
+    ]
+    copying = groups["grad.float()"][0]
+    return Row(
+        f"the CPU's update of {result.environment['params'] / 1e6:.0f} million parameters in fp32 and bf16, states in either place,"
+        " or through the update lane, against a stream of the same bytes",
+        f"{', '.join(found)}; {percent(copying)} by torch's fused one on fp32 copies of bf16 tensors",
+        result,
+    )
+
+
 def first_times(result: Result) -> Row:
     row = result.rows
     return Row(
@@ -223,6 +248,7 @@ def measured() -> str:
         *map(emulated_ranks, named("emulated_ranks")),
         disk_states(read("disk_states_cpu")),
         recording_cost(read("recording_cost_cpu")),
+        host_update(read("host_update_cpu")),
         first_times(read("first_times_cpu")),
     ]
     header = ("what", "result", "machine", "commit", "script")
