@@ -63,6 +63,23 @@ def test_every_schedule_is_replayed_as_by_the_simulator(
     assert replays.seconds(rows) == pytest.approx(replayed, rel=1e-12)
 
 
+def test_figures_of_layers_that_are_alike_but_for_their_workspaces_are_counted_once(monkeypatch: pytest.MonkeyPatch):
+    counted: list[int] = []
+    figures = Replays._figures
+    monkeypatch.setattr(
+        Replays, "_figures", lambda self, block, *how: counted.append(block) or figures(self, block, *how)
+    )
+    free = problem(
+        [*(cost(backward_workspace_bytes=i, forward_workspace_bytes=i) for i in range(4)), cost(forward_s=2.0)]
+    )
+    replays, random = Replays(free), np.random.default_rng(0)
+    assert counted == [0, 4]
+    rows = np.array([[random.integers(len(of_block)) for of_block in replays.settings] for _ in range(100)])
+    replayed = [simulate(free, replays.decisions(row), events=False) for row in rows]
+    assert replays.seconds(rows) == pytest.approx([each.step_s for each in replayed], rel=1e-12)
+    assert [replays.device_use(row).max() for row in rows] == [each.peak_bytes for each in replayed]
+
+
 @pytest.mark.parametrize("overlap, priority", [(Overlap.STEP, True), (Overlap.STEP, False), (Overlap.BACKWARD, True)])
 def test_lateness_is_when_blocks_of_the_forward_are_done(overlap: Overlap, priority: bool):
     """On average, and of assignments that copy nothing down there: those of others also wait for copies."""

@@ -20,6 +20,7 @@ from autohete_fx.ir import (
     staging_bytes,
 )
 from autohete_fx.ir.decision import GATHER_DISTANCE
+from autohete_fx.planner.model.choices import place_of, treatment_of
 from autohete_fx.planner.model.figures import last_readers, overlap_of, replicated_bytes, waiting_bytes, whole_of
 
 Bytes = NDArray[np.int64]
@@ -135,10 +136,10 @@ class _Use:
         self.streams = problem.allow_streamed_optimizer or any(decision.streams for decision in decisions)
         numbers: dict[BlockCost, int] = {}  # identical blocks hold the same
         number_of = [numbers.setdefault(cost, len(numbers)) for cost in problem.costs]
-        known: dict[tuple[int, BlockDecision], tuple[int, ...]] = {}
+        known: dict[tuple[object, ...], tuple[int, ...]] = {}
         rows = []
         for block, decision in zip(blocks, decisions, strict=True):
-            key = number_of[block], decision
+            key = number_of[block], *treatment_of(decision), *place_of(decision)  # all but the distance
             if key not in known:
                 known[key] = _held(problem, block, decision)
             rows.append(known[key])

@@ -14,7 +14,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from autohete_fx.ir import BlockDecision, Overlap, Problem
+from autohete_fx.ir import BlockCost, BlockDecision, Overlap, Problem
 from autohete_fx.planner.model.choices import MAX_PREFETCH_DISTANCE, choices, copies
 from autohete_fx.planner.model.device_use import device_bytes
 from autohete_fx.planner.model.figures import (
@@ -80,7 +80,7 @@ class Replays:
             n, width, -1
         )
         self.distance = np.array([[s.prefetch_distance for s in settings] for settings in padded])
-        tables = np.array([self._figures(b, of_block, width) for b, of_block in enumerate(allowed)]).transpose(2, 0, 1)
+        tables = np.array(self._figures_of_all(allowed, width)).transpose(2, 0, 1)
         self._alone = tables[: len(Work)]
         self.copies_s, *elsewhere, self._staged_s, self._computed_s = tables[len(Work) :]
         self.elsewhere = np.stack(elsewhere).astype(np.int64)
@@ -171,6 +171,17 @@ class Replays:
             reduces=np.array([slots_of(problem, block, BACKWARD_PASS).reduces for block in blocks]),
             forwards=forwards if (others_wait & ~leads).any() else None,
         )
+
+    def _figures_of_all(self, allowed: Sequence[Sequence[BlockDecision]], width: int) -> list[NDArray[np.float64]]:
+        """By block. Layers that are alike but for workspaces, which take no time, have them in common."""
+        known: dict[tuple[BlockCost, tuple[BlockDecision, ...]], NDArray[np.float64]] = {}
+        found = []
+        for block, (cost, options) in enumerate(zip(self.problem.costs, allowed, strict=True)):
+            key = replace(cost, forward_workspace_bytes=0, backward_workspace_bytes=0), tuple(options)
+            if key not in known:
+                known[key] = self._figures(block, options, width)
+            found.append(known[key])
+        return found
 
     def _figures(self, block: int, options: Sequence[BlockDecision], width: int) -> NDArray[np.float64]:
         """What each setting takes, which its distance does not change: durations, all its copies, bytes on the host and on
