@@ -44,10 +44,9 @@ def doctor(parsed: argparse.Namespace) -> str:
     if parsed.device == "cuda" and not has_cuda:
         raise OptionError("--device cuda was given, but PyTorch finds no CUDA device; leave it out to measure the CPU")
     # Before half a minute of measuring is lost.
-    if parsed.save and not Path(parsed.save).absolute().parent.is_dir():
-        raise OptionError(
-            f"cannot write {parsed.save!r}: its directory does not exist; give --save a file that can be written"
-        )
+    if parsed.save and (Path(parsed.save).is_dir() or not Path(parsed.save).absolute().parent.is_dir()):
+        what = "it is a directory" if Path(parsed.save).is_dir() else "its directory does not exist"
+        raise OptionError(f"cannot write {parsed.save!r}: {what}; give --save a file that can be written")
     device = torch.device(parsed.device or ("cuda" if has_cuda else "cpu"))
     if parsed.cluster:
         return _doctor_cluster(parsed, device.type)

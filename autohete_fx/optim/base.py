@@ -22,7 +22,7 @@ from autohete_fx.optim.arguments import checked_norm, overlap_named
 from autohete_fx.optim.host_copy import HostCopies
 from autohete_fx.optim.in_place import Update
 from autohete_fx.optim.loading import read_groups, read_states
-from autohete_fx.optim.owners import note_change, optimizer_of, register_owner
+from autohete_fx.optim.owners import claim, note_change, optimizer_of
 from autohete_fx.optim.rule import Group, Rule
 from autohete_fx.optim.start import check_group
 from autohete_fx.optim.state import (
@@ -147,8 +147,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         except OptimizerStateError:
             del self.param_groups[before:]
             raise
-        for param in self.param_groups[-1]["params"]:
-            register_owner(param, self)
+        claim(self.param_groups[-1]["params"], self)
         attend(self)
         tensor_parallel.attend(self)
 
@@ -163,9 +162,7 @@ class PlannedOptimizer(torch.optim.Optimizer):
         self.host_copies = HostCopies()
         self._watch = Watch(self.rule.name, is_copy=True)
         self._forget_groups()
-        for group in self.param_groups:
-            for param in group["params"]:
-                register_owner(param, self)
+        claim((param for group in self.param_groups for param in group["params"]), self)
         tensor_parallel.attend(self)
 
     @_untraced
@@ -216,6 +213,8 @@ class PlannedOptimizer(torch.optim.Optimizer):
 
     def _step(self, pending: Collection[Updates], *, is_guarded: bool) -> None:
         updates = self._updates(started := self._started_in_backward(pending), pending)
+        if not self.has_stepped:
+            claim((param for group in self.param_groups for param in group["params"]), self)
         scale = self._clipping(updates)
         for each in pending:
             each.early.norms.clear()

@@ -7,6 +7,7 @@ weakly: asking keeps nothing alive.
 
 import weakref
 from collections import defaultdict
+from collections.abc import Iterable, MutableMapping
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -70,21 +71,29 @@ class Owner(Protocol):
         ...
 
 
-_owners = WeakIdKeyDictionary()
+_owners: MutableMapping[Tensor, "tuple[weakref.ref[Owner], ...]"] = (
+    WeakIdKeyDictionary()
+)  # the one that updates it last
 _num_changes = 0
 
 
-def register_owner(param: Tensor, optimizer: Owner) -> None:
-    """Record that ``optimizer`` updates ``param``, and what this rank holds of it. The latest optimizer of a parameter wins."""
-    _owners[param] = _owners[held(param)] = weakref.ref(optimizer, note_change)
+def claim(params: Iterable[Tensor], optimizer: Owner) -> None:
+    """Record that ``optimizer`` updates these from now on, and what this rank holds of them: it was made, or steps for the first
+    time. When it is gone, the one before it does again."""
+    for param in params:
+        if optimizer_of(param) is not optimizer:
+            _owners[param] = _owners[held(param)] = (*_others(param, optimizer), weakref.ref(optimizer, note_change))
+            note_change()
+
+
+def forget_owner(param: Tensor, optimizer: object) -> None:
+    """``optimizer`` does not update ``param`` after all."""
+    _owners[param] = _owners[held(param)] = _others(param, optimizer)
     note_change()
 
 
-def forget_owner(param: Tensor) -> None:
-    """No optimizer of ours updates ``param`` after all."""
-    for each in (param, held(param)):
-        _owners.pop(each, None)
-    note_change()
+def _others(param: Tensor, optimizer: object) -> "tuple[weakref.ref[Owner], ...]":
+    return tuple(each for each in _owners.get(param, ()) if each() not in (None, optimizer))
 
 
 def num_changes() -> int:
@@ -94,8 +103,8 @@ def num_changes() -> int:
 
 def optimizer_of(param: Tensor) -> Owner | None:
     """The optimizer of ours that updates ``param``; None where there is none, or it is gone."""
-    reference = _owners.get(param)
-    return None if reference is None else reference()
+    living = (optimizer for each in reversed(_owners.get(param, ())) if (optimizer := each()) is not None)
+    return next(living, None)
 
 
 def note_change(_: object = None) -> None:

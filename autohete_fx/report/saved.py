@@ -97,9 +97,9 @@ class Report:
     def rewrite_page(self, directory: str | Path) -> Path:
         """Write the page alone again. Raises ReportError where the directory refuses."""
         try:
-            return self._write_page(Path(directory))
+            return self._write_page(expanded(directory))
         except OSError as error:
-            raise cannot_write(Path(directory), error) from error
+            raise cannot_write(expanded(directory), error) from error
 
     @staticmethod
     def load(directory: str | Path) -> "Report":

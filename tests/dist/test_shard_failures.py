@@ -288,6 +288,8 @@ def leaves_out(what: str, rank: int) -> None:
             loss = model(torch.full((4, 128), 0.1 * (1 + step), dtype=torch.float64))
             if not (is_left_out and what in ("backward", "both")):
                 loss.backward()
+            if is_left_out and what == "gradients":
+                optimizer.zero_grad()
             if not (is_left_out and what in ("step", "both")):
                 optimizer.step()
             optimizer.zero_grad()
@@ -303,6 +305,13 @@ def test_a_rank_that_leaves_out_a_backward_is_named_at_once(tmp_path: Path, what
     for number, (told, seconds) in enumerate((first, second)):
         assert f"rank {1 - number} has begun " in told and "left out a forward, a backward or a step" in told, told
         assert "Let all of them run as many forwards, backwards and steps" in told and seconds < 60, (told, seconds)
+
+
+def test_a_rank_that_drops_its_gradients_is_told_before_any_parameter_changes(tmp_path: Path):
+    """As where a batch was not finite. The other ranks' rows alone would change."""
+    for told, seconds in ranks.run("tests.dist.test_shard_failures.leaves_out", tmp_path, "gradients", 1):
+        assert "have gradients set to None" in told or "failed with ShardError: optimizer.step()" in told, told
+        assert seconds < 60
 
 
 def test_a_rank_that_leaves_out_a_step_is_told_at_once(tmp_path: Path):

@@ -106,6 +106,20 @@ def test_code_planned_for_another_optimizer_is_planned_again_or_refused(is_anoth
 
 
 @pytest.mark.slow
+def test_states_of_an_optimizer_that_steps_count_whatever_was_made_after_it():
+    """Here one without states, meant for a later phase."""
+    expected = job.plain(job.make("cpu", SIZES), "eager", sizes=SIZES)
+    model = compiled(BUDGET)
+    optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-3)
+    later = autohete_fx.SGD(model.parameters(), lr=1e-3)
+    earlier = autohete_fx.compilations()
+    values, peak = trained(model, optimizer)
+    job.assert_equal(values, expected, bitwise=True)
+    assert peak <= BUDGET and num_since(earlier) == 2
+    assert optimizer_of(next(model.parameters())) is optimizer and not later.state
+
+
+@pytest.mark.slow
 def test_what_does_not_fit_with_another_optimizer_is_refused():
     budget = 8 * 2**20
     model = compiled(budget)

@@ -1,5 +1,6 @@
 """AdamW's arguments and what it is asked for: errors that say what to do, owners, bytes of states."""
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from autohete_fx.errors import AutoHeteError, OptimizerStateError
-from autohete_fx.optim import AdamW, optimizer_of
+from autohete_fx.optim import SGD, AdamW, optimizer_of
 from tests.main_job import slow
 
 
@@ -25,6 +26,24 @@ def test_the_record_of_owners_keeps_nothing_alive() -> None:
     del optimizer, p
     gc.collect()
     assert gone() is None
+
+
+def test_the_latest_optimizer_that_lives_has_a_parameter_or_one_that_steps_for_the_first_time() -> None:
+    p = Parameter(torch.ones(3, 3))
+    first = AdamW([p])
+    second = SGD([p], lr=0.1)
+    assert optimizer_of(p) is second
+    p.grad = torch.ones_like(p)
+    first.step()
+    assert optimizer_of(p) is first
+    second.step()
+    first.step()
+    assert optimizer_of(p) is second, "a step that is not the first changes nothing"
+    copied = copy.copy(second)
+    assert optimizer_of(p) is copied
+    del copied, second
+    gc.collect()
+    assert optimizer_of(p) is first
 
 
 @pytest.mark.parametrize(

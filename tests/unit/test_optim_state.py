@@ -145,6 +145,20 @@ def test_to_and_from_torch(fused: bool, tier: HostTier) -> None:
     assert all(torch.equal(p, t) for p, t in zip(params, again, strict=True))
 
 
+def test_numbers_of_steps_are_not_rounded_to_the_default_dtype() -> None:
+    """Hand-made dicts have Python numbers there. bfloat16 knows no 257."""
+    p = Parameter(torch.ones(3))
+    moments = {name: torch.ones(3) for name in ("exp_avg", "exp_avg_sq")}
+    optimizer = AdamW([p])
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": {0: {"step": 257, **moments}}})
+    finally:
+        torch.set_default_dtype(before)
+    assert optimizer.state[p]["step"] == 257
+
+
 def test_a_torch_state_dict_of_16_bit_parameters_starts_masters_from_the_weights() -> None:
     theirs_params = [Parameter(torch.randn(6, 6).bfloat16())]
     theirs = torch.optim.AdamW(theirs_params)

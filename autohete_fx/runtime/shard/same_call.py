@@ -63,28 +63,29 @@ def check_all_compile(ranks: Ranks, sizes: Sequence[tuple[int, ...]]) -> None:
     raise error
 
 
-def check_all_step(ranks: Ranks, numbers: Sequence[int]) -> None:
+def check_all_step(ranks: Ranks, updated: Sequence[tuple[int, bool]]) -> None:
     """Wait until all ranks step.
 
     Args:
-        numbers: of the parameters that the optimizer holds, in its order.
+        updated: by parameter of the optimizer, in its order, its number and whether it has a gradient. That is of those whose
+            gradient all ranks have, or none.
 
     Raises:
-        ShardError: another rank steps others, or runs or compiles a graph meanwhile.
+        ShardError: another rank steps others, or without these gradients, or runs or compiles a graph meanwhile.
         CollectiveError: another rank is not there.
     """
     if ranks.total == 1:
         return
-    number = _number(f"step {list(numbers)} after {collectives_of_all(ranks.control)} collectives")
+    number = _number(f"step {list(updated)} after {collectives_of_all(ranks.control)} collectives")
     largest = _messages.send((number, -number, *(0,) * _NUM_TOLD), ranks).result()
     if _is_same(largest):
         return
     _raise_failed(largest, ranks.control)
     error = ShardError(
-        f"optimizer.step() began on this rank, of an optimizer of {len(numbers)} parameters that ranks hold together. Another rank"
-        " steps an optimizer of others, or in another order, has left out a backward, or runs a forward meanwhile. Expected were"
-        " the same steps in the same order on all ranks. Step several optimizers in one order, and leave a backward or a step out"
-        " on all ranks or on none"
+        f"optimizer.step() began on this rank, of an optimizer of {len(updated)} parameters that ranks hold together. Another rank"
+        " steps an optimizer of others, or in another order. It may also have left out a backward, have gradients set to None, or"
+        " run a forward meanwhile. Expected were the same steps in the same order on all ranks. Step several optimizers in one"
+        " order, and leave a backward, its gradients or a step out on all ranks or on none"
     )
     tell_refusal(error, ranks.control)
     raise error

@@ -96,20 +96,21 @@ def prepare(params: Iterable[Tensor]) -> None:
     """Make the gradients of a step those of all ranks.
 
     Raises:
-        ShardError: a gradient was written to since backward, or a shard whose block is replicated; or another rank does not step
-            the same parameters.
+        ShardError: a gradient was written to since backward, or a shard whose block is replicated. Or another rank does not step
+            the same parameters by the same gradients.
     """
     params = list(params)
-    held: dict[Ranks, list[int]] = {}
+    held: dict[Ranks, list[tuple[int, bool]]] = {}
     for param in params:
         if (part := part_of(param)) is not None:
-            held.setdefault(part.ranks, []).append(part.number)
+            is_alike = part.is_shard and part.averaged_over is None  # else one that is absent counts as zeros
+            held.setdefault(part.ranks, []).append((part.number, is_alike and param.grad is not None))
     for ranks in held:
         note_step(ranks.control)
     check_unwritten()
     _refuse(parts.written_since_backward(params), "step()")
-    for ranks, numbers in held.items():
-        check_all_step(ranks, numbers)
+    for ranks, updated in held.items():
+        check_all_step(ranks, updated)
     note_change()
     by_kind: dict[tuple[str, bool, torch.dtype, torch.device], list[Tensor]] = {}
     for param in params:
