@@ -293,6 +293,7 @@ def leg(
     store: dict[str, Any],
     optimizer: str = "torch",
     options: dict[str, Any] | None = None,
+    depth: int = 3,
 ) -> dict[str, Any]:
     """Go on with the job of a store until so many steps are done, on nodes of these names, of each rank, whose disks are folders of
     ``root``; with our backend where there are options.
@@ -307,12 +308,12 @@ def leg(
         for pipeline in plan.pipelines
     )
     plan = replace(plan, pipelines=pipelines)
-    seen, start, params, states = trained_alone(3, True, plan.global_batch, optimizer, steps)
+    seen, start, params, states = trained_alone(depth, True, plan.global_batch, optimizer, steps)
     logged = Path(root) / f"log-{rank}.jsonl"
     logged.unlink(missing_ok=True)
     try:
         job = cluster.join(
-            lambda: Model(3, True),
+            lambda: Model(depth, True),
             loss_of,
             example=load(range(1)),
             global_batch=plan.global_batch,

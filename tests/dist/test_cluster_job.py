@@ -89,8 +89,9 @@ def test_dropout_draws_alike_and_a_rank_that_is_told_to_leave_hands_its_state_ov
 
 @pytest.mark.slow
 def test_compiled_stages_equal_one_process(tmp_path: Path):
-    """By our backend, and Inductor under it. test_automatic.py has a backend of PyTorch's."""
-    cases = [(2, True, [(1, 3, [1, 3]), (2, 1, [3])], "autohete", "1f1b", "autohete")]
-    found = run("tests.dist.cluster_jobs.differences", tmp_path, cases, num_ranks=3)
+    """By our backend, and Inductor under it. test_automatic.py has a backend of PyTorch's; test_shard_job.py and
+    test_tensor_parallel_job.py have ours beside other pipelines, and when their sums start."""
+    cases = [(2, True, [(1, 4, [1, 3])], "autohete", "1f1b", "autohete")]
+    found = run("tests.dist.cluster_jobs.differences", tmp_path, cases, num_ranks=2)
     check(found, cases)
-    assert [rank[0]["early"] for rank in found] == [4 * 2, 4 * 2, 4 * 3], "all sums start before their passes end"
+    assert [rank[0]["early"] for rank in found] == [4, 4], "the tied weight's sum starts before passes end"
