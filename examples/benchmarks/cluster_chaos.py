@@ -232,7 +232,7 @@ def training(arguments: argparse.Namespace) -> list[str]:
             "--evenly",
             "--double",
             "--steps",
-            str(10 * arguments.events + 20),
+            str(arguments.steps or 10 * arguments.events + 20),
             "--pause",
             str(arguments.pause),
             "--batch",
@@ -380,6 +380,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--trace", required=True, help="JSON with points of (seconds, count)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--events", type=int, default=30, help="changes to make")
+    parser.add_argument("--steps", type=int, help="of the job; else 20, and 10 more for each change")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no change is made any more")
     parser.add_argument("--nodes", type=int, default=4, help="at most")
     parser.add_argument("--together", action="store_true", help="kill all nodes of a fall at one moment")
