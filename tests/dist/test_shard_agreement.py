@@ -34,7 +34,7 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     return ranks.run_each(functions, tmp_path_factory.mktemp("ranks"))
 
 
-def made(depth: int = 4) -> nn.Module:
+def made(depth: int = 2) -> nn.Module:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Layers()
@@ -42,7 +42,7 @@ def made(depth: int = 4) -> nn.Module:
     return shard(model, mesh())
 
 
-def step(batch: int = 64, depth: int = 4, **options: Any) -> nn.Module:
+def step(batch: int = 64, depth: int = 2, **options: Any) -> nn.Module:
     model = made(depth)
     model.compile(backend="autohete", options={**EAGER, "solver_time_limit_s": 1, **options})
     optimizer = autohete_fx.AdamW(model.parameters())
@@ -61,7 +61,7 @@ def disagreements() -> dict[str, Any]:
     found["options"] = refusal(lambda: step(memory_budget=(20 + rank) << 20))
     found["graph"] = refusal(lambda: step(batch=64 + rank))
     found["failure"] = refusal(lambda: step(passes={"joint": [fails_on_the_second]}))
-    found["infeasible"] = refusal(lambda: step(memory_budget=1 << 18))
+    found["infeasible"] = refusal(lambda: step(memory_budget=1 << 16))
     found["fine"] = refusal(step)
     agreement = Agreement(made().parameters())
     found["numbers"] = [
