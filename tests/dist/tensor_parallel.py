@@ -52,33 +52,6 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens.roll(1, 1).flatten())
 
 
-class Pairs(nn.Module):
-    """Products of which Inductor makes few kernels: each takes a C++ compiler seconds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = (VOCABULARY, 4 * WIDTH)
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(*sizes), nn.GELU(), nn.Linear(*reversed(sizes))) for _ in range(2)
-        )
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = F.one_hot(tokens, VOCABULARY).to(self.layers[0][0].weight.dtype)
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.square().mean()
-
-
-def pairs(*, is_parallel: bool) -> Pairs:
-    torch.manual_seed(0)
-    model = Pairs().double()
-    if not is_parallel:
-        return model
-    of_layer = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    styles = {f"layers.{at}.{name}": style for at in range(2) for name, style in of_layer.items()}
-    return parallelize_module(model, mesh(), styles)
-
-
 def make(**how: Any) -> GPT:
     torch.manual_seed(0)
     return GPT(**how).double()

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
@@ -31,7 +32,6 @@ from tests.dist.tensor_parallel import (
     largest_difference,
     make,
     mesh,
-    pairs,
     parallel,
     sequence_parallel,
     tokens,
@@ -57,15 +57,13 @@ DECISIONS = {
     "mixed": MIXED,
     "host": [HOST],
 }
-DEPTHS = {"keep": 1, "selective": 1}
-"""Layers of the models of plans: two, but where a block does nothing for another one."""
+BLOCKS = ("prologue", "layers.0", "layers.1", "epilogue")
 pytestmark = pytest.mark.slow
 
 
-def plan_of(name: str, layers: int = 2, **how: Any) -> Plan:
-    blocks = ("prologue", "layers.0", "layers.1", "epilogue") if layers == 2 else ("graph",)
+def plan_of(name: str, **how: Any) -> Plan:
     decisions = DECISIONS[name]
-    return Plan(labels=blocks, decisions=tuple(decisions[at % len(decisions)] for at in range(len(blocks))), **how)
+    return Plan(labels=BLOCKS, decisions=tuple(decisions[at % len(decisions)] for at in range(len(BLOCKS))), **how)
 
 
 def compiled(model: nn.Module, **options: Any) -> nn.Module:
@@ -75,9 +73,9 @@ def compiled(model: nn.Module, **options: Any) -> nn.Module:
 
 
 @functools.cache
-def reference(dropout: float = 0.1, layers: int = 2, **how: Any) -> dict[str, torch.Tensor]:
+def reference(dropout: float = 0.1, **how: Any) -> dict[str, torch.Tensor]:
     """What one process makes of a model."""
-    model = make(dropout=dropout, layers=layers)
+    model = make(dropout=dropout)
     return train(model, torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), **how)
 
 
@@ -97,10 +95,9 @@ def plans() -> dict[str, Any]:
     found = {}
     for name in DECISIONS:
         clip, micro = (0.3, 2) if name == "mixed" else (None, 1)
-        layers = DEPTHS.get(name, 2)
-        model = compiled(parallel(make(layers=layers)), plan=plan_of(name, layers))
+        model = compiled(parallel(make()), plan=plan_of(name))
         optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-2, max_grad_norm=clip)
-        found[name] = apart(train(model, optimizer, micro=micro), reference(layers=layers, clip=clip, micro=micro))
+        found[name] = apart(train(model, optimizer, micro=micro), reference(clip=clip, micro=micro))
         compilation = autohete_fx.compilations()[-1]
         found[f"{name} plan"] = [compilation.plan.step_s, compilation.plan.peak_bytes, repr(compilation.plan.decisions)]
         found[f"{name} net"] = [
@@ -125,7 +122,7 @@ def test_two_ranks_train_as_one_process_under_every_plan(of_two: dict[str, list[
         assert max(found[name] for name in DECISIONS) < 1e-12, found
         assert all(found["shown"]), found
         # Forward reduces twice a layer and gathers logits. Recomputation runs those again: eager dropout makes masks from values.
-        assert found["keep net"] == found["selective net"] == [3, 5] and found["host net"] == [5, 9], found
+        assert found["keep net"] == found["selective net"] == found["host net"] == [5, 9], found
         assert found["recompute net"] == [5, 14], found
         assert found["keep homes"] == found["recompute homes"] == [False, False, False]
         assert found["mixed homes"] == [False, True, True] and found["host homes"] == [True, True, True]
@@ -283,15 +280,13 @@ def test_a_budget_is_kept_by_moving_local_shards(of_two: dict[str, list[Any]]):
             assert abs(each["peak"] - each["plan"]) <= 0.1 * each["plan"] and each["apart"] < 1e-12, found
 
 
-INDUCTOR_BUDGET = 2300 << 10
-
-
 def by_inductor() -> dict[str, Any]:
     """The solver's plan within a budget that it has to move things for, and what is moved."""
-    plain, model = pairs(is_parallel=False), pairs(is_parallel=True)
-    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True), steps=3)
-    compiled(model, inner_backend="inductor", memory_budget=INDUCTOR_BUDGET)
-    given = train(model, autohete_fx.AdamW(model.parameters(), lr=1e-2), steps=3)
+    expected = reference(dropout=0.0)
+    model = compiled(parallel(make(dropout=0.0)), inner_backend="inductor", memory_budget="3700KiB")
+    optimizer = autohete_fx.AdamW(model.parameters(), lr=1e-2)
+    with sdpa_kernel(SDPBackend.MATH):  # of the other one PyTorch 2.11 compiles no backward in fp64
+        given = train(model, optimizer)
     compilation = autohete_fx.compilations()[-1]
     lanes = sorted({each.lane.value for each in compilation.transfers})
     return {"apart": largest_difference(given, expected), "lanes": lanes, "peak": compilation.plan.peak_bytes}
@@ -299,7 +294,7 @@ def by_inductor() -> dict[str, Any]:
 
 def test_compiled_by_inductor_within_a_budget_two_ranks_are_within_rounding(of_two: dict[str, list[Any]]):
     for found in of_two["by_inductor"]:
-        assert found["apart"][0] < 1e-12 and found["peak"] <= INDUCTOR_BUDGET, found
+        assert found["apart"][0] < 1e-12 and found["peak"] <= 3700 << 10, found
         assert found["lanes"] == ["d2h", "h2d", "net"], found
 
 
