@@ -5,7 +5,8 @@
 * The Inductor cache directory belongs to this run. Compiled C++ kernels, named by their source, are shared by all its
   tests and processes, for speed. Cached *graphs* have the test in their key: a test meets another test's compilation never,
   and sees caching as a user does (both caches on).
-* ``AUTOHETE_CACHE_DIR`` (machine figures, profiles) is shared by all tests too, but for those with the fixture ``fresh_cache``.
+* ``AUTOHETE_CACHE_DIR`` (machine figures, profiles) is shared by all tests too, but for those with the fixtures ``fresh_cache``
+  and ``fresh_plans``.
 * Tests under ``tests/cuda`` have the marker ``cuda`` and are skipped where there is no CUDA device.
 * pytest-xdist's workers (``-n``) share the cores: each computes on its part of them. A file's tests run in one worker, which
   makes what they share once; all CUDA tests run in one, too.
@@ -163,3 +164,26 @@ def fresh_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     anyway."""
     monkeypatch.setenv("AUTOHETE_CACHE_DIR", str(tmp_path))
     return tmp_path
+
+
+@pytest.fixture
+def fresh_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As `fresh_cache`, but with the figures of the machine, which take two seconds to measure."""
+    from tests.training import warm_up
+
+    warm_up("cpu")
+    (tmp_path / "machine").mkdir()
+    for figures in (_RUN_DIR / "autohete" / "machine").glob("*.json"):
+        shutil.copy(figures, tmp_path / "machine")
+    monkeypatch.setenv("AUTOHETE_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def caches(fresh_plans: Path) -> Path:
+    """For ``--caches`` of a benchmark: C++ kernels that other tests have compiled, and the figures of the machine."""
+    caches, kernels = fresh_plans / "caches", Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    shutil.copytree(fresh_plans / "machine", caches / "autohete" / "machine")
+    kernels.mkdir(exist_ok=True)
+    (caches / "torchinductor").symlink_to(kernels)
+    return caches

@@ -330,16 +330,16 @@ def in_one_order(device: str) -> Iterator[None]:
 
 def warm_up(device: str) -> None:
     """Pay what a process pays once: the machine's figures, and on a GPU the workspace of cuBLAS in either thread."""
-    if (device, os.environ.get("AUTOHETE_CACHE_DIR")) not in _warmed_up:
+    if device not in _warmed_up:
         autohete_fx.preview(make(device), batch(device, 0), options={"profile": "analytic", "inner_backend": "eager"})
         make(device)(batch(device, 0)).backward()
-        _warmed_up.add((device, os.environ.get("AUTOHETE_CACHE_DIR")))
+        _warmed_up.add(device)
     torch._dynamo.reset()
     gc.collect()
 
 
-_warmed_up: set[tuple[str, str | None]] = set()
-"""Devices, and the folder that has the figures which were measured of each."""
+_warmed_up: set[str] = set()
+"""Devices, whose figures are in the cache that tests share."""
 
 
 @functools.cache

@@ -53,13 +53,9 @@ for options in json.loads(sys.argv[1]):
 """
 
 
-def run_script(folder: Path, *options: dict[str, Any]) -> list[Any]:
+def run_script(*options: dict[str, Any]) -> list[Any]:
     """What a process of its own finds with each of these options. Of what other tests compiled it finds kernels, but no graph."""
-    environment = {
-        **os.environ,
-        "AUTOHETE_CACHE_DIR": str(folder / "autohete"),
-        "TORCHINDUCTOR_AUTOGRAD_CACHE": "1",
-    }
+    environment = {**os.environ, "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
     done = run_python(["-W", "ignore", "-c", SCRIPT, json.dumps(options)], environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -71,7 +67,7 @@ def test_host_memory_is_taken_before_the_first_step_and_no_more_of_it_later() ->
     everything = BlockDecision(activations=Activations.OFFLOAD, params=Params.HOST, optimizer=Optimizer.HOST)
     plan = Plan(labels=job.LABELS, decisions=(everything,) * len(job.LABELS))
     optimizer = autohete_fx.AdamW(model.parameters())
-    model.compile(backend="autohete", options={"plan": plan, "inner_backend": "eager"})
+    model.compile(backend="autohete", options={**EAGER, "plan": plan})
     loss = model(job.batch("cpu", 0, sizes=sizes))
     placement = placement_of(model.layers[0].up.weight)
     assert placement is not None
@@ -86,6 +82,7 @@ def test_host_memory_is_taken_before_the_first_step_and_no_more_of_it_later() ->
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fresh_plans")
 def test_a_second_process_finds_the_code_and_another_plan_does_not(tmp_path: Path):
     """Also: the backend's name works without importing the package first."""
     for name, decision in (
@@ -94,8 +91,8 @@ def test_a_second_process_finds_the_code_and_another_plan_does_not(tmp_path: Pat
     ):
         plan_of(decision).save(tmp_path / f"{name}.json")
     options = {"plan": str(tmp_path / "offload.json"), "profile": "analytic"}
-    (first,) = run_script(tmp_path, options)
-    second, other = run_script(tmp_path, options, {**options, "plan": str(tmp_path / "keep.json")})
+    (first,) = run_script(options)
+    second, other = run_script(options, {**options, "plan": str(tmp_path / "keep.json")})
     assert first[0] == second[0] == pytest.approx(other[0])
     assert not first[1] and first[2] == 0 and first[3] > 0
     assert second[1] and second[2] >= 1 and second[3] == first[3]
@@ -103,7 +100,7 @@ def test_a_second_process_finds_the_code_and_another_plan_does_not(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh_cache")
+@pytest.mark.usefixtures("fresh_plans")
 def test_a_stored_plan_of_another_graph_is_no_error(monkeypatch: pytest.MonkeyPatch):
     """State of the process that no key has: here a key that does not have the graph's code."""
     monkeypatch.setattr(keys, "described_code", lambda gm: [])
@@ -199,7 +196,7 @@ def test_a_batch_dies_with_its_step():
 
 
 @pytest.mark.slow
-def test_code_that_would_break_the_budget_is_compiled_again(monkeypatch: pytest.MonkeyPatch, fresh_cache: Path):
+def test_code_that_would_break_the_budget_is_compiled_again(monkeypatch: pytest.MonkeyPatch, fresh_plans: Path):
     """A plan that is too hopeful by a tenth costs compilations, never the budget; the next process knows better."""
     autohete_fx.preview(make(), torch.randn(256, 128))  # times the machine, which takes scratch of its own
     partitions: list[dict[str, float]] = []  # by stage, the seconds before each
@@ -234,7 +231,7 @@ def test_code_that_would_break_the_budget_is_compiled_again(monkeypatch: pytest.
         gc.collect()
 
 
-@pytest.mark.usefixtures("fresh_cache")
+@pytest.mark.usefixtures("fresh_plans")
 def test_a_stored_plan_says_why_it_decides_so():
     """Though what is left of its budget, and what is free on the host, are not what they were."""
     said = []
@@ -253,7 +250,7 @@ def test_a_stored_plan_says_why_it_decides_so():
 
 @pytest.mark.slow
 def test_a_budget_is_refused_by_what_was_compiled_and_not_by_a_trace_that_is_too_high(
-    monkeypatch: pytest.MonkeyPatch, fresh_cache: Path
+    monkeypatch: pytest.MonkeyPatch, fresh_plans: Path
 ):
     """The trace is a twentieth above what it was: plans that keep the budget remain, and the least that is named does."""
     once = training.trace_step

@@ -15,7 +15,7 @@ from autohete_fx.runtime.meter import device_live_bytes
 from tests import layers, training
 from tests.references import ReferenceAdamW, adamw, copied
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_cache")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_plans")]
 WORDS, WIDTH, STEPS = 4096, 64, 5
 FIRST = 2
 """The first step that is planned for what the one before it was seen to take."""
@@ -108,7 +108,6 @@ def least_budget(run: Callable[[int], object]) -> int:
         Job(keeps=True),
         Job(broken=True),
         Job(micro_batches=2),
-        Job(keeps=True, options={"inner_backend": "inductor"}),
     ],
 )
 def test_a_loss_of_large_logits_is_told_once_and_planned_for(job: Job, caplog: pytest.LogCaptureFixture):
@@ -124,8 +123,7 @@ def test_a_loss_of_large_logits_is_told_once_and_planned_for(job: Job, caplog: p
     graphs = autohete_fx.compilations()[-2 if job.broken else -1 :]
     predicted = max(compilation.plan.peak_bytes for compilation in graphs)
     assert max(peaks[FIRST:]) == pytest.approx(predicted, rel=0.02)
-    if not job.options:  # Inductor's kernels round otherwise
-        training.assert_equal(found, expected, bitwise=True)
+    training.assert_equal(found, expected, bitwise=True)
 
 
 def test_a_budget_that_the_loss_does_not_fit_into_is_refused_with_one_that_works(caplog: pytest.LogCaptureFixture):
@@ -143,12 +141,16 @@ def test_a_budget_that_the_loss_does_not_fit_into_is_refused_with_one_that_works
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_code_from_the_cache_is_watched_as_well(caplog: pytest.LogCaptureFixture):
+def test_code_of_inductor_is_watched_as_well_and_again_when_it_is_from_the_cache(caplog: pytest.LogCaptureFixture):
     training.warm_up("cpu")
-    job = Job(options={"inner_backend": "inductor"})
+    job = Job(keeps=True, options={"inner_backend": "inductor"})
     _, peaks = job.run("1GiB")
-    runs = [job.run(int(0.96 * max(peaks[1:]))) for _ in range(2)]
+    assert told(caplog) == []
+    budget = int(0.96 * max(peaks[1:]))
+    runs = [job.run(budget) for _ in range(2)]
     assert autohete_fx.compilations()[-1].cached and len(told(caplog)) == 2
+    most = max(runs[0][1][FIRST:])
+    assert most <= budget and most == pytest.approx(autohete_fx.compilations()[-1].plan.peak_bytes, rel=0.02)
     training.assert_equal(runs[0][0], runs[1][0], bitwise=True)
     assert runs[0][1][FIRST:] == runs[1][1][FIRST:]
 

@@ -10,7 +10,7 @@ BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # transformers' own
-def test_a_row_says_that_training_was_exact_and_within_budget(monkeypatch: pytest.MonkeyPatch, fresh_cache: Path):
+def test_a_row_says_that_training_was_exact_and_within_budget(monkeypatch: pytest.MonkeyPatch, fresh_plans: Path):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import survey_child  # pyright: ignore[reportMissingImports]
 

@@ -101,10 +101,10 @@ def test_a_row_that_was_being_written_is_left_out(started: Callable[[str], Any],
 
 
 @pytest.mark.slow
-def test_systems_are_timed_in_turn_when_all_are_warm(benchmarks: Path, tmp_path: Path):
+def test_systems_are_timed_in_turn_when_all_are_warm(benchmarks: Path, tmp_path: Path, caches: Path):
     """Of one that fails there is a reason, and the others go on."""
     path = tmp_path / "turns.json"
-    words = ["--dry", "--no-inductor", "--cap", "8", "--steps", "3", "--json", str(path)]
+    words = ["--dry", "--no-inductor", "--cap", "8", "--steps", "3", "--json", str(path), "--caches", str(caches)]
     words += ["--systems", "ours", "ours-backward", "fsdp2"]
     ran = subprocess.run(
         [sys.executable, str(benchmarks / "gpu_turns.py"), *words], capture_output=True, text=True, check=False
