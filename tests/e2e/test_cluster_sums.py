@@ -20,6 +20,7 @@ from autohete_fx.compiler.agreement import Agreement
 from autohete_fx.internals.fake_group import fake_default_group
 from autohete_fx.runtime.announced import listen
 from autohete_fx.runtime.meter import device_live_bytes
+from tests.layers import EAGER
 from tests.tiny_models import GPT, VOCAB, Wrapped
 
 DEPTH = 3
@@ -171,7 +172,7 @@ def test_buckets_and_copies_of_gradients_are_counted(micro_batches: int, monkeyp
         owners = dict.fromkeys(pieces.values(), (0, 1))
         found = GradientSums(owners, sum_groups(owners), layer_map, params, pieces)
         found.overlap(params)
-        options = {"inner_backend": "eager", "micro_batches": micro_batches, "memory_budget": "1GiB", "allow": []}
+        options = {**EAGER, "micro_batches": micro_batches, "memory_budget": "1GiB", "allow": []}
         compiled = torch.compile(Wrapped(model), backend="autohete", options=options)
         for _ in range(2):
             for micro_batch in range(micro_batches):
@@ -206,7 +207,7 @@ def test_ranks_that_share_weights_count_the_largest_of_their_buckets(monkeypatch
             Agreement, "most", lambda _, what, mine, more=more: mine + more * (what == "bytes of listeners")
         )
         torch._dynamo.reset()
-        options: dict[str, Any] = {"inner_backend": "eager", "memory_budget": "1GiB", "profile": "analytic"}
+        options = {**EAGER, "memory_budget": "1GiB"}
         torch.compile(model, backend="autohete", options=options)(torch.randn(2, 8)).sum().backward()
         peaks.append(autohete_fx.compilations()[-1].predicted_peak_bytes)
     assert peaks[1] - peaks[0] == 5000

@@ -16,6 +16,7 @@ from autohete_fx.passes import PassContext
 from autohete_fx.runtime.meter import device_live_bytes
 from tests import training as job
 from tests.broken import ROWS, WIDTH, Block, Broken, budgeted, make, plainly, trained
+from tests.layers import EAGER
 
 SLOW = pytest.mark.slow
 
@@ -288,7 +289,7 @@ def test_no_tensor_is_left_in_dynamos_traces(kind: type[Broken]):
     _collected.clear()
     passes = {} if kind is Begun else {"joint": [collecting]}
     model = kind((), num_blocks=2)
-    model.compile(backend="autohete", options={"inner_backend": "eager", "passes": passes})
+    model.compile(backend="autohete", options={**EAGER, "passes": passes})
     model(torch.randn(ROWS, WIDTH)).backward()
     live_bytes = device_live_bytes("cpu")
     gc.collect()

@@ -115,7 +115,6 @@ def train(kind: type[Stack], options: dict[str, Any] | None) -> tuple[list[Tenso
 CASES = [
     slow(Stack, "inductor", 11.5),
     slow(Branches, "inductor", 11.5),
-    slow(Positions, "inductor", 11.5),
     slow(First, "inductor", 11.5),
     (Positions, "eager", 12),
     slow(First, "eager", 12),
