@@ -5,6 +5,7 @@
 
 import copy
 import re
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -226,7 +227,7 @@ def test_the_predicted_peak_of_graphs_that_run_as_they_are_is_exact(recompute: b
 
 @pytest.mark.slow
 def test_no_block_is_timed_whose_code_takes_more_than_is_free_whatever_its_trace_says(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, fresh_plans: Path
 ):
     taken: list[int] = []
 
@@ -240,7 +241,9 @@ def test_no_block_is_timed_whose_code_takes_more_than_is_free_whatever_its_trace
     monkeypatch.setattr(measured, "_working_set", lambda *_: 0)
 
     def most_taken(free_bytes: int) -> int:
-        monkeypatch.setenv("AUTOHETE_CACHE_DIR", str(tmp_path / str(free_bytes)))
+        folder = fresh_plans / str(free_bytes)
+        shutil.copytree(fresh_plans / "machine", folder / "machine")
+        monkeypatch.setenv("AUTOHETE_CACHE_DIR", str(folder))
         monkeypatch.setattr(CapturedGraph, "free_bytes", lambda _: free_bytes)
         taken.clear()
         torch._dynamo.reset()
