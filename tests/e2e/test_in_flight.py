@@ -16,7 +16,7 @@ from tests.main_job import slow
 from tests.references import ReferenceAdamW, adamw
 from tests.training import Model, Sizes, assert_equal, batch, copied, make
 
-SIZES, IN_FLIGHT, STEPS = Sizes(batch=16), 3, 3
+SIZES, IN_FLIGHT, STEPS = Sizes(layers=2, batch=16), 3, 3
 
 
 Forward = Callable[[int], Tensor]
@@ -92,7 +92,7 @@ def run(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh_cache")
+@pytest.mark.usefixtures("fresh_plans")
 def test_a_budget_holds_with_several_micro_batches_in_flight():
     training.warm_up("cpu")
     expected, plain_peak = run(None)
@@ -115,7 +115,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh_cache")
+@pytest.mark.usefixtures("fresh_plans")
 @pytest.mark.parametrize(("passes", "count"), [(one_by_one, IN_FLIGHT), (in_one, IN_FLIGHT), (in_turns, 2)])
 def test_passes_in_flight_that_nobody_announced_are_told_once_and_planned_for(
     passes: Callable[[Forward], list[Tensor]], count: int, caplog: pytest.LogCaptureFixture
@@ -132,7 +132,7 @@ def test_passes_in_flight_that_nobody_announced_are_told_once_and_planned_for(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh_cache")
+@pytest.mark.usefixtures("fresh_plans")
 def test_a_budget_that_passes_in_flight_do_not_fit_into_is_refused_with_one_that_works(
     caplog: pytest.LogCaptureFixture,
 ):
