@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("AOT_INDUCTOR_ENABLE_LINE_TABLES", "0")  # debug information: a tenth of the C++ compiler's time
 if _workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // _workers)))
 _IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # of another process, which has made the directories
