@@ -52,7 +52,7 @@ model, twin = Model(), Model()
 twin.load_state_dict(model.state_dict())
 expected = trained(twin, torch.optim.SGD(twin.parameters(), lr=0.01, momentum=0.9))
 assert not any(name.startswith("autohete_fx.compiler") for name in sys.modules)
-model.compile(backend="autohete", options={"inner_backend": "eager", "profile": "analytic"})  # by its name alone
+model.compile(backend="autohete")  # by its name alone
 import autohete_fx
 assert autohete_fx.__file__.startswith(sys.argv[1]), autohete_fx.__file__
 found = trained(model, autohete_fx.SGD(model.parameters(), lr=0.01, momentum=0.9))
