@@ -63,7 +63,7 @@ def test_a_damaged_copy_is_replaced_by_that_of_another_place(
     for order in (places, places[::-1]):
         assert exported(order, tmp_path, SAVES[1])
     assert f"{path} cannot be read and counts as absent" in caplog.text
-    assert exported(Store(local=places[2], cloud=places[2]), tmp_path, SAVES[0 if damaged == 2 else 1])
+    assert exported(Store(local=f"{tmp_path}/none", cloud=places[2]), tmp_path, SAVES[0 if damaged == 2 else 1])
 
 
 def test_a_damaged_part_is_replaced_by_other_parts_of_its_place(tmp_path: Path):

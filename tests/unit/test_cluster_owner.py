@@ -1,4 +1,4 @@
-"""Whether a start of a job may save in a store: no other one saves there, and the disk can be written."""
+"""Whether a start of a job may save in a store: its places are two, no other one saves there, and the disk can be written."""
 
 from pathlib import Path
 
@@ -54,3 +54,32 @@ def test_a_place_that_cannot_be_written_is_told_before_the_first_save(tmp_path: 
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.startswith(f"rank 0 cannot write to '{tmp_path}/file/disk': ") and "Training goes on" in told
     assert not list((tmp_path / "disk").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("", r"the store '' was given\. Expected was a folder, or a URL with a path, such as s3://bucket/run\. Name"),
+        ("/", "the store '/' was given"),
+        ("memory:///", "the store 'memory:///' was given"),
+        ("memory://run[1]*", r"which has \* and \[ and \]\. Expected was a URL without any of"),
+        ("nowhere://run", "Expected was a folder, or a URL that fsspec can open here"),
+    ],
+)
+def test_places_that_no_job_can_save_in_are_refused_when_a_store_is_made(tmp_path: Path, path: str, words: str):
+    for places in ({"local": path}, {"local": f"{tmp_path}/[1]", "cloud": path}):
+        with pytest.raises(ClusterError, match=words):
+            Store(**places)
+
+
+def test_a_store_whose_places_are_one_is_refused(tmp_path: Path):
+    """Writers to a disk and to the cloud would destroy each other's parts."""
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    for local, cloud in (
+        (tmp_path / "disk", f"file://{tmp_path}/disk/"),
+        (tmp_path / "disk", f"{tmp_path}/link"),
+        ("memory://run", "memory:///run/"),
+    ):
+        with pytest.raises(ClusterError, match=r"which are one place\. Expected were two"):
+            Store(local=local, cloud=cloud)
+    assert Store(local=tmp_path / "disk", cloud=f"{tmp_path}/disk/cloud")

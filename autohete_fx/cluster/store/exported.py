@@ -14,8 +14,9 @@ from torch import Tensor
 from autohete_fx.cluster.model.pieces import Piece, covered, finest
 from autohete_fx.cluster.store.about import ALL_NAMES, about_of
 from autohete_fx.cluster.store.damage import PartError, words_of
+from autohete_fx.cluster.store.places import check_known
 from autohete_fx.cluster.store.readable import Readable
-from autohete_fx.cluster.store.store import Parts, Save, Store, check_known, joined, read_pieces
+from autohete_fx.cluster.store.store import Parts, Save, Store, joined, read_pieces
 from autohete_fx.errors import ClusterError
 
 _Path: TypeAlias = str | os.PathLike[str]

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoin
 from autohete_fx.cluster.model.pieces import Piece, joined_tensor
 from autohete_fx.cluster.store import checksums
 from autohete_fx.cluster.store.damage import PartError
+from autohete_fx.cluster.store.places import are_same, check_known
 from autohete_fx.cluster.store.sources import ASSUMED, Bandwidths
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.checkpoints import FsspecReader, FsspecWriter, alone, metadata_of
@@ -66,8 +67,8 @@ class Store:
         bandwidths: at which nodes read, by which a job that goes on chooses where from.
 
     Raises:
-        ClusterError: numbers that are not positive, or no multiple; a URL of an unknown file system, or of one whose package is
-            not installed.
+        ClusterError: numbers that are not positive, or no multiple; places that no job can save in (`check_known`), or one place
+            as both.
     """
 
     local: str | os.PathLike[str]
@@ -84,25 +85,19 @@ class Store:
                 f"a store was given with every={self.every}, cloud_every={self.cloud_every}, keep={self.keep}. Expected were"
                 " positive numbers, and cloud_every a multiple of every. Correct them"
             )
-        for path in (self.disk, self.cloud or ""):
-            check_known(path)
+        check_known(self.disk)
+        if self.cloud is not None:
+            check_known(self.cloud)
+            if are_same(self.disk, self.cloud):
+                raise ClusterError(
+                    f"a store was given with local={self.disk!r} and cloud={self.cloud!r}, which are one place. Expected were two,"
+                    " as each removes what the other has saved. Name two folders, or leave out cloud="
+                )
 
     @property
     def disk(self) -> str:
         """The folder ``local`` as text."""
         return os.fspath(self.local)
-
-
-def check_known(path: str) -> None:
-    """Raise ClusterError for a URL of an unknown file system, or of one whose package is not installed."""
-    protocol, _ = fsspec.core.split_protocol(path)
-    try:
-        fsspec.get_filesystem_class(protocol or "file")
-    except (ImportError, ValueError) as error:
-        raise ClusterError(
-            f"the store {path!r} was given: {error}. Expected was a folder, or a URL that fsspec can open here. Install the"
-            " package of that file system, or correct the URL"
-        ) from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
