@@ -125,6 +125,7 @@ class Job:
         held: the pieces of the whole parameters that these are.
         optimizer: of the stage's parameters; None where it is idle or all are frozen.
         saver: of a job with a store.
+        notice: whether this rank was told to leave, once it listens.
 
     Args:
         began: the save that the job goes on from; None: from none.
@@ -163,7 +164,7 @@ class Job:
         if stage:
             self._sums.overlap(stage.named())
         self._store, self.saver = store, None
-        self._notice, self._unchecked, self._watch = Notice(), True, watch
+        self.notice, self._unchecked, self._watch = Notice(), True, watch
         if store is not None:
             mine = members[self._rank].node
             self.saver = Saver(
@@ -198,7 +199,8 @@ class Job:
 
         Raises:
             ClusterError: another rank is gone, or leaves after this step.
-            SystemExit: this rank was told to leave. Its state is with the others then.
+            SystemExit: this rank was told to leave. Its state is with the others then, or where all leave, in the cloud. A
+                handler of SIGTERM from before `join` is called first.
         """
         start = time.perf_counter()
         try:
@@ -231,7 +233,7 @@ class Job:
                 check_whole(self.params, self._unit.layout, parallel)
                 self._unchecked = False
         self._sums.reduce()
-        totals = torch.stack([loss, self._sums.squares(), zero + self._notice.given])
+        totals = torch.stack([loss, self._sums.squares(), zero + self.notice.given])
         dist.all_reduce(totals, group=self._group)
         factor = clip_factor(float(totals[1].sqrt()), self._recipe.max_grad_norm)
         if factor != 1.0:
@@ -301,16 +303,25 @@ class Job:
         self._log.write("save", step=self.step, seconds=seconds, local=saved.local, cloud=saved.cloud)
 
     def finish(self) -> Saved:
-        """Save the last step everywhere, and wait for it. All ranks call it; returns what is saved."""
-        if self.saver is None:
-            return Saved()
-        saved = self.saver.drain()
+        """Save the last step everywhere, and wait for it. All ranks call it; returns what is saved.
+
+        SIGTERM goes to the handler from before `join` again.
+
+        Raises:
+            SystemExit: this rank was told to leave meanwhile, and there was no such handler.
+        """
+        saved = self._saved_everywhere(self.saver) if self.saver else Saved()
+        self.notice.end()
+        return saved
+
+    def _saved_everywhere(self, saver: Saver) -> Saved:
+        saved = saver.drain()
         if saved.local < self.step or (self._store and self._store.cloud and saved.cloud < self.step):
             self.save()
-            saved = self.saver.drain()
+            saved = saver.drain()
         if max(saved.local, saved.cloud) < self.step:
             self._log.say(
-                f"step {self.step} is saved nowhere: {self.saver.error or 'another rank could not write it, as its log says'}"
+                f"step {self.step} is saved nowhere: {saver.error or 'another rank could not write it, as its log says'}"
             )
         self._log.write("finish", step=self.step, local=saved.local, cloud=saved.cloud)
         return saved
@@ -318,32 +329,44 @@ class Job:
     def _leave(self) -> None:
         """Save, give the state of those who leave to those who stay, and leave or stop."""
         told: list[Any] = [None] * len(self.members)
-        dist.all_gather_object(told, self._notice.given, group=self._group)
+        dist.all_gather_object(told, self.notice.given, group=self._group)
         nodes = sorted({member.node for member, leaves in zip(self.members, told, strict=True) if leaves})
         self._log.say(f"{', '.join(nodes)} was told to leave after step {self.step - 1}")
         if self.saver is not None and self._store is not None:
-            self.save(cloud=False)
-            self.saver.settle()
-            num_bytes = hand_over(
-                self._store,
-                self.saver.last,
-                self._owners,
-                self.members,
-                set(nodes),
-                self.params,
-                self.optimizer,
-                self.held,
-                self._group,
-            )
-            self._log.say(f"its state went to other nodes: {num_bytes / 2**20:.1f} MiB")
+            num_bytes = self._hand_over(self.saver, self._store, set(nodes))
             self._log.write("leave", step=self.step, nodes=nodes, peer_bytes=num_bytes)
+        self.notice.end()
         if self.members[self._rank].node in nodes:
             sys.exit(0)
         raise ClusterError(
             f"{', '.join(nodes)} left the job after step {self.step - 1}. Expected were all {len(self.members)} ranks. Start"
-            f" the job"
-            " again; torchrun with --max-restarts does so itself"
+            " the job again; torchrun with --max-restarts does so itself"
         )
+
+    def _hand_over(self, saver: Saver, store: Store, leaving: set[str]) -> int:
+        """Save for those who stay, and where nobody does, everywhere. Returns bytes that went to other nodes."""
+        if all(member.node in leaving for member in self.members):
+            self.save()  # on the disks at once, however long the cloud writes an earlier step
+            saved = self._saved_everywhere(saver)
+            found = {"on their disks": saved.local, "in the cloud": saved.cloud}
+            places = [place for place, step in found.items() if step == self.step]
+            self._log.say(f"no node stays: step {self.step} is saved {' and '.join(places) or 'nowhere'}")
+            return 0
+        self.save(cloud=False)
+        saver.settle()
+        num_bytes = hand_over(
+            store,
+            saver.last,
+            self._owners,
+            self.members,
+            leaving,
+            self.params,
+            self.optimizer,
+            self.held,
+            self._group,
+        )
+        self._log.say(f"its state went to other nodes: {num_bytes / 2**20:.1f} MiB")
+        return num_bytes
 
 
 def _check_rate(rate: Any, step: int) -> None:

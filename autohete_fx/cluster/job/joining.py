@@ -32,6 +32,7 @@ from autohete_fx.cluster.store.states import restore_states
 from autohete_fx.cluster.store.store import Store
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.cut_off import remove_cut_off_libraries
+from autohete_fx.optim.arguments import checked_norm
 
 TIMEOUT_S = 300.0
 MakePlan = Callable[[Sequence[Member], LayerMap], ClusterPlan]
@@ -79,8 +80,8 @@ def join(
             maps names of modules, with a star for each index, to ``colwise``, ``rowwise``, ``colwise_gather_output`` or
             ``embedding_rowwise``.
         store: where the job saves, and goes on from; None: nowhere.
-        learning_rate: of a step's index.
-        max_grad_norm: to which the norm of all gradients is clipped.
+        learning_rate: of a step's index, for all groups of the optimizer, whatever rates they have; None: as the groups say.
+        max_grad_norm: to which the norm of all gradients is clipped, above 0; None: not.
         weights: to begin with: a safetensors file or folder, a function of a parameter's name, or None: those that
             ``torch.manual_seed(seed); build_model()`` gives.
         seed: of dropout and initial weights.
@@ -99,6 +100,7 @@ def join(
     Raises:
         ClusterError: the plan does not fit the model, the batch or the ranks; no plan fits the memory; or the store has no
             complete save. Also where another rank could not begin.
+        OptimizerStateError: ``max_grad_norm`` is no number above 0.
     """
     start = time.perf_counter()
     _check_plan(plan)
@@ -109,7 +111,7 @@ def join(
         global_batch=global_batch,
         make_optimizer=optimizer,
         learning_rate=learning_rate,
-        max_grad_norm=max_grad_norm,
+        max_grad_norm=checked_norm(max_grad_norm),
         seed=seed,
     )
     compiler = StageCompiler(backend=backend, options=options, memory_budget=memory_budget)
@@ -145,6 +147,7 @@ def join(
     _report(job, job_log, restored, ranks, time.perf_counter() - start)
     if backend is not None:
         job_log.say("the first step compiles the stages, where no cache has them")
+    job.notice.listen()  # a join that fails leaves SIGTERM as it was
     return job
 
 
