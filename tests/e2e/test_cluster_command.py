@@ -221,6 +221,12 @@ def test_measured_gpus_have_prices_of_a_file(tmp_path, capsys):
     assert main([*asked, "--cluster", str(cluster), "--json"]) == 0
     body = json.loads(capsys.readouterr().out)
     assert (body["gpus"]["A100-40"]["used"], body["gpus"]["V100-16"]["used"]) == (1, 0)
+    assert main([*asked, "--cluster", str(cluster), "--explain"]) == 0
+    printed = capsys.readouterr().out
+    assert " with 1 x A100-40 always at work" in printed, "the bound of the part that was chosen"
+    others = printed.partition("other clusters, the cheapest plan of each")[2].partition("faster or cheaper")[0]
+    (more,) = (line for line in others.splitlines() if line.startswith("1 more V100-16"))
+    assert "1.00x" in more and more.endswith("1 x A100-40"), "as dear a GPU more is not bought for the cheapest plan"
     seconds = body["iteration_s"]
     assert body["usd_per_million_tokens"] == pytest.approx(seconds / 3600 / (8 * 2048) * 1e6)
     assert body["without_price"] == []

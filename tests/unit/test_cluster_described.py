@@ -198,6 +198,14 @@ def test_a_node_of_one_has_no_node_less_beside_the_gpu_less():
     ]
 
 
+def test_a_node_more_has_a_name_of_its_own(tmp_path):
+    path = tmp_path / "cluster.json"
+    nodes = [{"gpu": "l40s", "gpus": 2}, {"gpu": "t4", "gpus": 2, "name": "l40s-48g-1-more"}]
+    path.write_text(json.dumps({"schema_version": 1, "nodes": nodes}))
+    more = dict(changes(described(str(path)).cluster))["2 more l40s-48g"]
+    assert [node.name for node in more.nodes] == ["l40s-48g-1", "l40s-48g-1-more", "l40s-48g-1-more-more"]
+
+
 def test_zones_bind_beside_the_ports(tmp_path):
     nodes = [{"gpu": "l40s", "gpus": 4, "zone": zone} for zone in ("a", "b", "c")]
     for number, node in enumerate(nodes):

@@ -118,16 +118,19 @@ def plan_for_cluster(request: Request) -> tuple[str, ClusterPlan]:
             time_limit_s=request.time_limit_s,
         )
 
-    points: Sequence[Priced] = ()
+    def best(cluster: Cluster) -> tuple[Solution, Sequence[Priced]]:
+        """The best plan by the objective, and those that it was chosen from where that is the cheapest."""
+        if request.objective != "cost":
+            return solve(cluster), ()
+        points = frontier(cluster, solve)
+        return min(points, key=lambda point: point.usd_per_step).solution, points
+
     if request.given:
         plan = ClusterPlan.load(request.given)
-        solution = given_solution(plan, inputs.cluster, inputs.costs, sizes=inputs.sizes)
-    elif request.objective == "cost":
-        points = frontier(inputs.cluster, solve)
-        solution = min(points, key=lambda point: point.usd_per_step).solution
+        solution, points = given_solution(plan, inputs.cluster, inputs.costs, sizes=inputs.sizes), ()
     else:
-        solution = solve(inputs.cluster)
-    report = _report(request, inputs, solution, solve, points)
+        solution, points = best(inputs.cluster)
+    report = _report(request, inputs, solution, lambda cluster: best(cluster)[0], points)
     if request.plot:
         (draw_frontier if points else draw_gantt)(report, request.plot)
     return report_json(report) if request.as_json else report_text(report), solution.plan
@@ -178,7 +181,7 @@ def _report(
     request: Request,
     inputs: Inputs,
     solution: Solution,
-    solve: Callable[[Cluster], Solution],
+    best: Callable[[Cluster], Solution],
     points: Sequence[Priced],
 ) -> ClusterReport:
     params = sum(inputs.costs.whole_bytes(layer) for layer in range(len(inputs.costs.kinds))) / inputs.itemsize
@@ -193,7 +196,7 @@ def _report(
     others = []
     for name, cluster in changes(inputs.cluster) if request.explain else ():
         try:
-            others.append(Variant(name=name, plan=solve(cluster).plan))
+            others.append(Variant(name=name, plan=best(cluster).plan))
         except ClusterError:
             others.append(Variant(name=name, plan=None))
     return ClusterReport(

@@ -17,9 +17,10 @@ Solve = Callable[[Cluster], Solution]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """A solution with the dollars that a step of its GPUs costs."""
+    """A solution for a part of a cluster, with the dollars that a step of its GPUs costs."""
 
     solution: Solution
+    part: Cluster
     usd_per_step: float
 
 
@@ -44,7 +45,7 @@ def frontier(cluster: Cluster, solve: Solve) -> list[Priced]:
             if not number:
                 raise
             continue
-        found.append(Priced(solution=solution, usd_per_step=usd_per_step(solution.plan, cluster)))
+        found.append(Priced(solution=solution, part=part, usd_per_step=usd_per_step(solution.plan, cluster)))
     found.sort(key=lambda priced: (priced.solution.plan.iteration_s, priced.usd_per_step))
     kept: list[Priced] = []
     for priced in found:
@@ -96,7 +97,7 @@ def changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
         last, least = alike[-1], min(alike, key=lambda node: node.gpus)
         room = max(NODE_GPUS, *(node.gpus for node in alike))
         rest, others = ([node for node in cluster.nodes if node != taken] for taken in (last, least))
-        fresh = replace(last, name=f"{last.name}-more")
+        fresh = replace(last, name=_unused(f"{last.name}-more", cluster))
         one = replace(least, gpus=least.gpus + 1) if least.gpus < room else replace(fresh, gpus=1)
         yield f"1 more {gpu.name}", with_nodes(cluster, [*(others if least.gpus < room else cluster.nodes), one])
         fewer = [*others, replace(least, gpus=least.gpus - 1)] if least.gpus > 1 else others
@@ -110,6 +111,11 @@ def changes(cluster: Cluster) -> Iterator[tuple[str, Cluster]]:
         faster = tuple(replace(joined, link=_twice(joined.link)) for joined in cluster.between)
         zones = tuple(replace(joined, link=_twice(joined.link)) for joined in cluster.zones)
         yield "twice the network", replace(cluster, between=faster, zones=zones)
+
+
+def _unused(name: str, cluster: Cluster) -> str:
+    """The name, longer where a node has it."""
+    return _unused(f"{name}-more", cluster) if any(node.name == name for node in cluster.nodes) else name
 
 
 def _twice(link: Link) -> Link:

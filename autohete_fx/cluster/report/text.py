@@ -139,18 +139,27 @@ def report_text(report: ClusterReport) -> str:
         "",
         f"step {format_seconds(timeline.iteration_s)}, {report.tokens_per_s:,.0f} tokens/s{_utilization(report)}{_price(report)}",
         f"where it goes: {', '.join(parts)}",
-        f"at best {bound}{format_seconds(solution.compute_bound_s)} with all GPUs always at work{_searched(report)}",
+        f"at best {bound}{format_seconds(solution.compute_bound_s)} with {_bounded(report)} always at work{_searched(report)}",
         "",
         _pipelines_table(report),
     ]
     notes = [*shard_lines(report), *idle_lines(report)]
     lines += ["", *notes] if notes else []
-    for title, variants in (("other ways to plan this cluster", report.baselines), ("other clusters", report.changes)):
+    others = "other clusters, the cheapest plan of each" if report.frontier else "other clusters"
+    for title, variants in (("other ways to plan this cluster", report.baselines), (others, report.changes)):
         if variants:
             lines += ["", title, _variants_table(report, variants)]
     if report.frontier:
         lines += ["", "faster or cheaper", _frontier_table(report)]
     return "\n".join(lines)
+
+
+def _bounded(report: ClusterReport) -> str:
+    """The GPUs that the solution is best for: a part of the cluster, where the cheapest was asked for."""
+    part = next((point.part for point in report.frontier if point.solution is report.solution), report.cluster)
+    if part == report.cluster:
+        return "all GPUs"
+    return counted({gpu.name: part.count(gpu.name) for gpu in part.gpus})
 
 
 def _searched(report: ClusterReport) -> str:
