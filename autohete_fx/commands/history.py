@@ -1,6 +1,7 @@
 """``autohete report LOG.jsonl``: a cluster's job in words, and its page."""
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,12 @@ def job_report(parsed: argparse.Namespace) -> tuple[str, Path]:
     """The text of a job and the path of its page, which stands beside the log."""
     log, prices = Path(parsed.directory), _prices(parsed.price)
     history = read_history(log)
+    types = history.gpu_hours()
+    if strangers := sorted(prices.keys() - types):
+        raise ClusterError(
+            f"--price {strangers[0]}={prices[strangers[0]]:g} was given. Expected was a type of GPU that the job had, of"
+            f" {', '.join(sorted(types))}. Correct it"
+        )
     return history_text(history, prices), write_history_page(history, prices, log.with_suffix(".html")).resolve()
 
 
@@ -24,7 +31,7 @@ def _prices(given: Sequence[str]) -> dict[str, float]:
             found[gpu] = float(usd)
         except ValueError:
             gpu = ""
-        if not gpu or found[gpu] < 0:
+        if not gpu or not 0 <= found[gpu] < math.inf:  # NaN too
             raise ClusterError(
                 f"--price {words} was given. Expected was a type of GPU and dollars of an hour, as in --price a100-40g=1.17."
                 " Correct it"

@@ -94,6 +94,21 @@ def test_a_place_without_a_save_is_told(tmp_path: Path, rows: list[dict[str, Any
     assert facts(found, {})["saved"] == words and words in history_page(found, {})
 
 
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ([float("nan"), 4.0, float("inf"), 3.0], "2 of 4 steps are left out: their numbers are not finite."),
+        ([float("nan"), float("-inf")], "No step has a finite number here."),
+    ],
+)
+def test_losses_that_are_not_finite_are_left_out_of_the_page(tmp_path: Path, losses: list[float], words: str):
+    path = tmp_path / "events.jsonl"
+    rows = [trained(103.0 + step, step) | {"loss": loss} for step, loss in enumerate(losses)]
+    path.write_text("\n".join(map(json.dumps, [joined(102.0, 0, "ab", 2), *rows])))
+    page = history_page(read_history(path), {})
+    assert page.count(words) == 1 and page.count("not finite") <= 1
+
+
 def test_bytes_that_are_no_text_are_a_damaged_line(log: Path, capsys: pytest.CaptureFixture[str]):
     whole, rows = read_history(log), log.read_text().splitlines()
     log.write_bytes(b"\x80\x04\xff\n" + log.read_bytes().replace(b"\n", b"\n\xff\xfe{\n", 3))
@@ -117,6 +132,13 @@ def test_bytes_that_are_no_text_are_a_damaged_line(log: Path, capsys: pytest.Cap
         (None, [], "No such file"),
         ("{}", [], "no line of a job that began"),
         ("{}", ["--price", "x=much"], "Expected was a type of GPU and dollars"),
+        ("{}", ["--price", "x=nan"], "Expected was a type of GPU and dollars"),
+        ("{}", ["--price", "x=inf"], "Expected was a type of GPU and dollars"),
+        (
+            json.dumps(joined(0.0, 0, "a", 1)),
+            ["--price", "y=1"],
+            "Expected was a type of GPU that the job had, of x. Correct",
+        ),
     ],
 )
 def test_logs_and_prices_that_are_none_are_told(

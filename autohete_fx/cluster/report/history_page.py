@@ -1,6 +1,7 @@
 """The page of a job: its figures, loss and seconds over steps, and a table of its starts. One file of HTML, without a script."""
 
 import importlib.resources
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -56,14 +57,16 @@ def _section(name: str, heading: str, inside: str) -> str:
 
 
 def _curve(name: str, history: History, value: Callable[[Step], float], words: Callable[[float], str]) -> str:
-    """A line over steps as they were trained, and where the job began again."""
+    """A line over steps as they were trained, and where the job began again; values that are not finite are left out."""
     steps = history.steps
     if len(steps) < 2:
         return svg.element("p", "Fewer than two steps were trained.", class_="lead")
+    finite = [(at, value(step)) for at, step in enumerate(steps) if math.isfinite(value(step))]
+    if not finite:
+        return svg.element("p", "No step has a finite number here.", class_="lead")
     x = svg.axis(0, len(steps) - 1, extends=False)
-    y = svg.axis(min(map(value, steps)), max(map(value, steps)))
-    each = -(-len(steps) // _MOST_POINTS)
-    points = [(x.share(at), y.share(value(step))) for at, step in enumerate(steps) if at % each == 0]
+    y = svg.axis(min(number for _, number in finite), max(number for _, number in finite))
+    points = [(x.share(at), y.share(number)) for at, number in finite[:: -(-len(finite) // _MOST_POINTS)]]
     inside, done = [svg.grid(x, y, _HEIGHT), svg.stretched(_HEIGHT, svg.line(points, class_="run"))], 0
     for start in history.starts[:-1]:
         done += len(start.steps)
@@ -72,7 +75,9 @@ def _curve(name: str, history: History, value: Callable[[Step], float], words: C
     described = f"{name} over {len(steps)} steps in the order in which they were trained"
     side = svg.y_words(y, _HEIGHT, words)
     picture = svg.plot(name, described, _HEIGHT, x, lambda at: f"{steps[round(at)].step}", side, *inside)
-    return picture + svg.element("p", "Dashed lines: the job began again.", class_="note")
+    left_out = len(steps) - len(finite)
+    odd = f" {left_out} of {len(steps)} steps are left out: their numbers are not finite." if left_out else ""
+    return picture + svg.element("p", f"Dashed lines: the job began again.{odd}", class_="note")
 
 
 def _table(history: History) -> str:
