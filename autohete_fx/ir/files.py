@@ -71,7 +71,7 @@ class SavedAs:
             raise self.error(f"this is not a {self.kind} file, but {other}; {expected}")
         if raw["schema_version"] not in (self.schema_version, *self.upgrades):
             raise self.error(
-                f"the {self.kind} has schema version {raw['schema_version']}, this autohete_fx reads"
+                f"the {self.kind} has schema version {raw['schema_version']!r}, this autohete_fx reads"
                 f" {self.schema_version}; {self.again}"
             )
         try:

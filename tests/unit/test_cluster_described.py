@@ -88,6 +88,7 @@ def test_a_short_form_is_written_as_a_file(tmp_path):
         ("8xA100-40G,,2xL40S", "has the part ''"),
         ("8xA1000", "unknown device 'A1000'.*did you mean|unknown device 'A1000'"),
         ("99999999xH20", "a count up to 16384"),
+        ("16384xH20,1xL40S", "has 16385 GPUs up to its part '1xL40S'. Expected were at most 16384 in all"),
         ("nowhere.json", "cannot read the cluster file 'nowhere.json'"),
         ("x" * 300, "has the part 'xxx"),
         ("a\0b", "has the part 'a.*b'"),
@@ -136,7 +137,10 @@ def test_short_forms_that_are_none(text, message):
         ),
         ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": -1}]}, "-1 GPUs"),
         ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1, "count": 0}]}, "l40s-48g has a count of 0 nodes"),
-        ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 2, "count": 10**9}]}, "at most 16384 GPUs"),
+        (
+            {"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 2, "count": 10**9}]},
+            "it has 2000000000 GPUs up to .*; expected were at most",
+        ),
         ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1, "zones": "a"}]}, r"unknown entries \['zones'\]"),
         ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1, "zone": 3}]}, "zone is 3; expected str"),
         ({"schema_version": 1, "nodes": [{"gpu": "l40s", "gpus": 1}], "node_gb_per_s": 5}, "node_gb_per_s is 5"),
@@ -152,6 +156,46 @@ def test_short_forms_that_are_none(text, message):
 def test_files_that_are_wrong(tmp_path, body, message):
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps(body))
+    with pytest.raises(ClusterError, match=message):
+        described(str(path))
+
+
+def link_of(pairs: list[int], sizes: list[float]) -> dict[str, object]:
+    rates = [{"pairs": number, "points": [[size, 1e9] for size in sizes]} for number in pairs]
+    joined = {"source": "l40s-48g", "target": "l40s-48g", "link": {"name": "port", "rates": rates}}
+    return {"links": {"within": [], "between": [joined]}}
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (
+            {"usd_per_hour": {"h20": 1}},
+            r"usd_per_hour has 'h20', which no node has; expected types of nodes, \['l40s-48g'\]",
+        ),
+        (
+            {"memory_gib": {"l40s": 40, "L40S": 30}},
+            "memory_gib has l40s-48g twice, once as 'L40S'; expected each type once",
+        ),
+        (
+            {"zones_gb_per_s": [["a", "a", 1]]},
+            r"from 'a' to 'a'; expected two different zones out of those of nodes, \['', 'a'\]",
+        ),
+        ({"zones_gb_per_s": [["a", "b", 1]]}, "from 'a' to 'b'; expected two different zones"),
+        ({"zones_gb_per_s": [["a", "", 1], ["", "a", 2]]}, "has '' and 'a' twice; expected one rate"),
+        (
+            link_of([0], [1.0]),
+            r"the link port has rates of \[0\] pairs .* expected both to rise, from at least 1 pair on",
+        ),
+        (link_of([2, 1], [1.0]), r"rates of \[2, 1\] pairs"),
+        (link_of([1], [9.0, 4.0]), r"messages of \[\[9.0, 4.0\]\] bytes"),
+        ({"schema_version": "1"}, "has schema version '1', this autohete_fx reads 1"),
+    ],
+)
+def test_entries_that_mean_nothing_are_told(tmp_path, entries, message):
+    path = tmp_path / "cluster.json"
+    nodes = [{"gpu": "l40s", "gpus": 1}, {"gpu": "l40s", "gpus": 1, "zone": "a"}]
+    path.write_text(json.dumps({"schema_version": 1, "nodes": nodes} | entries))
     with pytest.raises(ClusterError, match=message):
         described(str(path))
 

@@ -45,8 +45,9 @@ NODE_GPUS = 8
 NODE_LATENCY_S = 3e-5
 """Seconds of a message between nodes before its first byte."""
 _SHORT = re.compile(r"\s*(\d+)\s*[xX*]\s*([A-Za-z][\w.\- ]*?)\s*")
-_RATES = ("node_gb_per_s", "within_gb_per_s", "zones_gb_per_s", "usd_per_hour", "memory_gib")
-_KEYS = ("nodes", *_RATES, "devices", "links", "schema_version")
+_RATES = ("node_gb_per_s", "within_gb_per_s", "usd_per_hour", "memory_gib")
+"""Entries with a number of a type of GPU."""
+_KEYS = ("nodes", *_RATES, "zones_gb_per_s", "devices", "links", "schema_version")
 _NODE_KEYS = ("gpu", "gpus", "count", "zone", "name")
 _LARGE_BYTES = 2.0**30
 """Of a message by which a timed link is told in one rate."""
@@ -78,13 +79,20 @@ class Described:
 
 
 def counted_devices(text: str, *, example: str) -> Iterator[tuple[int, str]]:
-    """The parts of a short form. Raises ClusterError, with an example, for a part that is none."""
+    """The parts of a short form. Raises ClusterError, with an example, for a part that is none, and for too many GPUs in all."""
+    total = 0
     for part in text.split(","):
         match = _SHORT.fullmatch(part)
         if match is None or not 0 < int(match[1]) <= MOST_GPUS:
             raise ClusterError(
                 f"the cluster {text!r} has the part {part.strip()!r}. Expected was a count up to {MOST_GPUS} and a device, such as"
                 f" {example}. Write parts so, with commas between them, or give a JSON file"
+            )
+        total += int(match[1])
+        if total > MOST_GPUS:
+            raise ClusterError(
+                f"the cluster {text!r} has {total} GPUs up to its part {part.strip()!r}. Expected were at most {MOST_GPUS} in all."
+                " Give fewer"
             )
         yield int(match[1]), match[2]
 
@@ -126,18 +134,27 @@ def _from_file(raw: dict[str, Any], spot: bool) -> Described:
     devices = checked(raw, "devices", list) if "devices" in raw else ()
     own = {spec.name: spec for spec in (spelled(DeviceSpec, row) for row in devices)}
     nodes = tuple(_nodes(checked(raw, "nodes", list), own))
-    node_rates = {gpu: rate * 1e9 for gpu, rate in _rates(raw, "node_gb_per_s", own).items()}
-    within_rates = _rates(raw, "within_gb_per_s", own)
-    prices, memory = _rates(raw, "usd_per_hour", own), _rates(raw, "memory_gib", own)
+    sizes: dict[str, int] = {}
+    for node in nodes:
+        sizes[node.gpu] = max(node.gpus, sizes.get(node.gpu, 0))
+    given = {key: _rates(raw, key, own, sizes) for key in _RATES}
+    node_rates = {gpu: rate * 1e9 for gpu, rate in given["node_gb_per_s"].items()}
+    within_rates, prices, memory = given["within_gb_per_s"], given["usd_per_hour"], given["memory_gib"]
     timed = spelled(TimedLinks, raw["links"]) if "links" in raw else TimedLinks(within=(), between=())
     for joined in (*timed.within, *timed.between):
         if not joined.link.rates or not all(rates.points for rates in joined.link.rates):
             raise ValueError(f"the link {joined.link.name} has no rates")
+        pairs, sizes_of = (
+            [r.pairs for r in joined.link.rates],
+            [[size for size, _ in r.points] for r in joined.link.rates],
+        )
+        if any(low >= high for row in ([0, *pairs], *sizes_of) for low, high in itertools.pairwise(row)):
+            raise ValueError(
+                f"the link {joined.link.name} has rates of {pairs} pairs with messages of {sizes_of} bytes; expected both to rise,"
+                " from at least 1 pair on"
+            )
     timed_within = {joined.source: joined for joined in timed.within}
     timed_between = {(joined.source, joined.target): joined for joined in timed.between}
-    sizes: dict[str, int] = {}
-    for node in nodes:
-        sizes[node.gpu] = max(node.gpus, sizes.get(node.gpu, 0))
     within_rates |= {gpu: _reached(timed_within[gpu].link, sizes[gpu]) for gpu in sizes if gpu in timed_within}
     specs = {gpu: _with_net(_device(gpu, own), within_rates.get(gpu)) for gpu in sizes}
 
@@ -149,7 +166,8 @@ def _from_file(raw: dict[str, Any], spot: bool) -> Described:
         rate = net_of_spec(specs[gpu]).reached_gb_per_s * 1e9
         return steady_link(f"within {gpu}", rate, latency_s=NET_LATENCY_S, pairs=sizes[gpu])
 
-    zones = tuple(_zones(checked(raw, "zones_gb_per_s", list) if "zones_gb_per_s" in raw else ()))
+    between_zones = checked(raw, "zones_gb_per_s", list) if "zones_gb_per_s" in raw else ()
+    zones = tuple(_zones(between_zones, {node.zone for node in nodes}))
     cluster = Cluster(
         gpus=tuple(
             Gpu(
@@ -193,10 +211,12 @@ def _nodes(rows: list[Any], own: Mapping[str, DeviceSpec]) -> Iterator[Node]:
             raise ValueError(f"a node has the unknown entries {unknown}; expected some of {list(_NODE_KEYS)}")
         count, gpus = checked(row, "count", int) if "count" in row else 1, checked(row, "gpus", int)
         left -= count * gpus
-        if min(count, gpus) < 1 or left < 0:
+        if min(count, gpus) < 1:
+            raise ValueError(f"{spec.name} has a count of {count} nodes of {gpus} GPUs; expected at least 1 of each")
+        if left < 0:
             raise ValueError(
-                f"{spec.name} has a count of {count} nodes of {gpus} GPUs; expected at least 1 of each, and at most {MOST_GPUS}"
-                " GPUs in the cluster"
+                f"it has {MOST_GPUS - left} GPUs up to a count of {count} nodes of {gpus} {spec.name}; expected were at most"
+                f" {MOST_GPUS} GPUs in all"
             )
         zone, name = (checked(row, key, str) if key in row else "" for key in ("zone", "name"))
         for _ in range(count):
@@ -204,21 +224,42 @@ def _nodes(rows: list[Any], own: Mapping[str, DeviceSpec]) -> Iterator[Node]:
             yield Node(name=name or f"{spec.name}-{counts[spec.name]}", gpu=spec.name, gpus=gpus, zone=zone)
 
 
-def _zones(rows: Sequence[Any]) -> Iterator[Joined]:
-    """Links between zones, both ways."""
+def _zones(rows: Sequence[Any], there: Collection[str]) -> Iterator[Joined]:
+    """Links between zones, both ways; ``there``: zones of nodes."""
+    known: set[frozenset[str]] = set()
     for row in rows:
         if not (isinstance(row, list) and len(row) == 3 and all(isinstance(zone, str) for zone in row[:2])):
             raise ValueError(f"zones_gb_per_s has {row!r}; expected [zone, zone, rate]")
         source, target = row[:2]
         rate = rate_of(f"zones_gb_per_s from {source!r} to {target!r}", row[2])
+        pair = frozenset(row[:2])
+        if len(pair) < 2 or not pair <= set(there):
+            raise ValueError(
+                f"zones_gb_per_s is from {source!r} to {target!r}; expected two different zones out of those of nodes,"
+                f" {sorted(there)}"
+            )
+        if pair in known:
+            raise ValueError(
+                f"zones_gb_per_s has {source!r} and {target!r} twice; expected one rate, which is for both ways"
+            )
+        known.add(pair)
         link = steady_link(f"{source or 'no zone'} to {target or 'no zone'}", rate * 1e9, latency_s=1e-3)
         yield Joined(source=source, target=target, link=link)
         yield Joined(source=target, target=source, link=link)
 
 
-def _rates(raw: dict[str, Any], key: str, own: Mapping[str, DeviceSpec]) -> dict[str, float]:
+def _rates(raw: dict[str, Any], key: str, own: Mapping[str, DeviceSpec], sizes: Mapping[str, int]) -> dict[str, float]:
+    """By type of GPU, the numbers of an entry. Raises ValueError for a type that no node has, or that is there twice."""
     given = checked(raw, key, dict) if key in raw else {}
-    return {_device(gpu, own).name: rate_of(f"{key} of {gpu}", value) for gpu, value in given.items()}
+    found: dict[str, float] = {}
+    for gpu, value in given.items():
+        name = _device(gpu, own).name
+        if name in found:
+            raise ValueError(f"{key} has {name} twice, once as {gpu!r}; expected each type once")
+        if name not in sizes:
+            raise ValueError(f"{key} has {gpu!r}, which no node has; expected types of nodes, {sorted(sizes)}")
+        found[name] = rate_of(f"{key} of {gpu}", value)
+    return found
 
 
 def rate_of(what: str, value: object) -> float:
