@@ -146,6 +146,11 @@ _ELSEWHERE = (
         where=lambda parsed: parsed.costs,
     ),
     _Refusal(
+        words="{option} is about prices of data sheets, and --costs takes those of a cluster file alone; leave {option} out",
+        options=("--spot",),
+        where=lambda parsed: parsed.costs,
+    ),
+    _Refusal(
         words="{option} is about GPUs that are alike; leave it out, or name a --device instead of a --cluster",
         options=(
             "--sweep",

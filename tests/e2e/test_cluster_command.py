@@ -145,6 +145,7 @@ def test_the_cheapest_plan_is_on_the_frontier(config, tmp_path, capsys):
         (["--cluster", "2xL40S", "--given", "missing.json"], "cannot read the cluster plan file 'missing.json'"),
         (["--cluster", "2xL40S", "--batch", "1000000"], "Expected were at most 65536"),
         (["--cluster", "8A100"], "has the part '8A100'"),
+        (["--cluster", "2xL40S", "--costs", "measured", "--spot"], "--spot is about prices of data sheets"),
         (["--cluster", "2xL40S,2xH20", "--objective", "cost"], "there is no price of h20-96g"),
     ],
 )
@@ -180,12 +181,12 @@ def test_a_model_that_little_memory_holds_in_shards_and_its_plan_is_priced_again
     assert "idle: 1 x V100-16; the given plan has no part for them" in printed
 
 
-def test_a_given_plan_that_fits_no_more_is_refused(tmp_path, capsys):
+def test_a_given_plan_that_fits_no_more_or_another_model_is_refused(tmp_path, capsys):
     plan = tmp_path / "plan.json"
     stages = [{"first": 0, "last": 16}, {"first": 17, "last": 33}]
     where = {"node": "x", "gpu": "V100-16", "tp": 1, "shards": 2, "recomputed": 0, "offloaded": 0}
     pipeline = {"stages": [where | stage for stage in stages], "micro_batch": 2, "micro_batches": 2}
-    about = {"model": "neo", "schedule": "1f1b", "planner": "given", "iteration_s": 0.0, "schema_version": 2}
+    about = {"model": "GPT-Neo-2.7", "schedule": "1f1b", "planner": "given", "iteration_s": 0.0, "schema_version": 2}
     four = ["--cluster", "4xV100-16"]
     for changed, words, message in (
         (
@@ -208,6 +209,9 @@ def test_a_given_plan_that_fits_no_more_is_refused(tmp_path, capsys):
         plan.write_text(json.dumps(about | {"pipelines": [pipeline | changed]}))
         assert main([*NEO, *words, "--given", str(plan)]) == 2
         assert message in capsys.readouterr().err
+    plan.write_text(json.dumps(about | {"model": "OPT-350", "pipelines": [pipeline]}))
+    assert main([*NEO, *four, "--given", str(plan)]) == 2
+    assert "the plan is of the model 'OPT-350', and 'GPT-Neo-2.7' was given" in capsys.readouterr().err
 
 
 def test_measured_gpus_have_prices_of_a_file(tmp_path, capsys):

@@ -23,10 +23,15 @@ def given_solution(plan: ClusterPlan, cluster: Cluster, costs: CostTable, *, siz
     """A given plan on the nodes of a cluster; ``sizes``: of micro-batches whose compute bounds the step, beside the plan's own.
 
     Raises:
-        ClusterError: the plan has other layers than the model, or needs nodes or degrees that are not there. Also where it has
-            fewer micro-batches than stages, or exceeds a GPU's memory.
+        ClusterError: the plan is of another model, or has other layers, or needs nodes or degrees that are not there. Also where
+            it has fewer micro-batches than stages, or exceeds a GPU's memory.
     """
     began = time.monotonic()
+    if _short(plan.model) != _short(costs.model):
+        raise ClusterError(
+            f"the plan is of the model {plan.model!r}, and {costs.model!r} was given. Expected was a plan of this model. Give the"
+            " plan's own, or correct its entry model, if they are one by two names"
+        )
     there = {node.name: (node.gpu, node.gpus) for node in cluster.nodes}
     plan = _on(plan, nodes_for(plan, there, remedy="Give these with --cluster, or leave --given out"))
     check_micro_batches(plan)
@@ -47,6 +52,11 @@ def given_solution(plan: ClusterPlan, cluster: Cluster, costs: CostTable, *, siz
         solve_s=time.monotonic() - began,
         idle=idle_of(plan, cluster, ()),
     )
+
+
+def _short(model: str) -> str:
+    """A model's name without the folder that it was in."""
+    return model.rpartition("/")[2].lower()
 
 
 def _on(plan: ClusterPlan, nodes: dict[str, str]) -> ClusterPlan:
