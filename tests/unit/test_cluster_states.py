@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import autohete_fx
 from autohete_fx.cluster.job.job import _check_rate
 from autohete_fx.cluster.model.pieces import Piece
 from autohete_fx.cluster.store.states import restore_states, states_of
@@ -38,6 +39,26 @@ def test_weights_of_another_dtype_are_converted_with_a_warning(caplog: pytest.Lo
     restore_states(params, None, saved, {"a.weight": Piece("a.weight")})
     assert torch.equal(params["a.weight"].detach(), torch.full((4, 4), 0.1))
     assert "the store has weights in torch.float64, and the model has them in torch.float32" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [autohete_fx.AdamW, torch.optim.AdamW])
+def test_a_weight_that_is_no_longer_16_bit_is_its_master(kind: type[torch.optim.Optimizer]):
+    """Elements that were trained without the master since, or edited, are those of the weight."""
+    name, held = "a.weight", {"a.weight": Piece("a.weight")}
+    half = {name: nn.Parameter(torch.full((4, 4), 1.0, dtype=torch.bfloat16))}
+    optimizer = autohete_fx.AdamW(half.values(), lr=1e-4)
+    step(half, optimizer, 1)
+    with torch.no_grad():
+        half[name][0] = 3.0
+    saved = {name: dict(states_of(half, optimizer, held)[held[name]])}
+    params = made([name])
+    restored = kind(params.values(), lr=1e-4)
+    restore_states(params, restored, saved, held)
+    master = saved[name][f"{name}/state/master"]
+    assert torch.equal(params[name][1:], master[1:]) and not torch.equal(params[name][1:], half[name][1:].float())
+    assert params[name][0].tolist() == [3.0] * 4
+    assert set(restored.state_dict()["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}
+    step(params, restored, 2)
 
 
 def test_states_go_by_name_through_an_optimizer_of_several_groups_into_stages_that_are_cut_otherwise():

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from autohete_fx.cluster.model.pieces import Held, Piece
 from autohete_fx.errors import ClusterError
 from autohete_fx.internals.tensors import local_of
+from autohete_fx.optim.kernels import HALF, reconcile_master
+from autohete_fx.optim.state import MASTER
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +65,10 @@ def restore_states(
     found: Mapping[str, Mapping[str, Tensor]],
     held: Held,
 ) -> None:
-    """Put what `states_of` gave back; padding of shards gets zeros. Raises ClusterError where a weight has another shape."""
+    """Put what `states_of` gave back; padding of shards gets zeros. A weight that is no longer 16-bit is its master from then on.
+
+    Raises ClusterError where a weight has another shape.
+    """
     for name, param in params.items():
         weight, own = found[name][f"{name}/weight"], held[name].of(param.detach(), held[name])
         if weight.shape != own.shape:
@@ -73,7 +78,7 @@ def restore_states(
             )
         if weight.dtype != own.dtype:
             _tell_of_dtype(weight.dtype, own.dtype)
-        own.copy_(weight)
+        own.copy_(weight if param.dtype in HALF else _exact(weight, found[name].get(f"{name}/state/{MASTER}")))
     if optimizer is None:
         return
     whole: dict[str, Any] = optimizer.state_dict()
@@ -81,6 +86,8 @@ def restore_states(
     for name, number in _numbers(params, optimizer, whole).items():
         prefix = f"{name}/state/"
         mine = {key.removeprefix(prefix): value for key, value in found[name].items() if key.startswith(prefix)}
+        if params[name].dtype not in HALF:
+            mine.pop(MASTER, None)
         if mine:
             weight = found[name][f"{name}/weight"]
             state[number] = {
@@ -89,6 +96,15 @@ def restore_states(
             }
     if state:
         optimizer.load_state_dict({**whole, "state": state})
+
+
+def _exact(weight: Tensor, master: Tensor | None) -> Tensor:
+    """The value of a weight: its master's, but for elements that have changed since that one was updated."""
+    if master is None or weight.dtype not in HALF:
+        return weight
+    exact = master.clone(memory_format=torch.contiguous_format)
+    reconcile_master(weight.flatten(), exact.view(-1))
+    return exact
 
 
 @functools.cache
