@@ -1,5 +1,6 @@
 """Whether a start of a job may save in a store: its places are two, no other one saves there, and the disk can be written."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,35 @@ def test_a_place_that_cannot_be_written_is_told_before_the_first_save(tmp_path: 
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.startswith(f"rank 0 cannot write to '{tmp_path}/file/disk': ") and "Training goes on" in told
     assert not list((tmp_path / "disk").iterdir())
+
+
+def test_a_cloud_is_tried_at_the_start_and_no_save_waits_for_its_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    answers, tried = threading.Event(), threading.Event()
+    check = Place.check_writable
+
+    def slow(place: Place, name: str) -> None:
+        if place._path.endswith("cloud"):
+            answers.wait()
+            try:
+                check(place, name)
+            finally:
+                tried.set()
+
+    monkeypatch.setattr(Place, "check_writable", slow)
+    (tmp_path / "file").write_text("")
+    store = Store(local=tmp_path / "disk", cloud=f"{tmp_path}/file/cloud", every=1, cloud_every=1)
+    with fake_default_group(1):
+        saver = Saver(store, "g", None, owned=[W], held={"w": W}, all_names=["w"], cleans=True)
+        saver.save(1, {W: {"w/weight": torch.ones(2)}}, cloud=True)
+        assert saver.drain().local == 1 and not tried.is_set()
+    answers.set()
+    trying = [thread for thread in threading.enumerate() if thread.name == "autohete-try"]
+    for thread in trying:
+        thread.join()
+    assert tried.is_set()
+    assert any("rank 0 cannot write to" in r.getMessage() and "file/cloud" in r.getMessage() for r in caplog.records)
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,11 @@ class _Writer:
         self._thread.start()
 
     def try_it(self, generation: str) -> None:
-        """See whether the place can be written, long before the first save perhaps."""
-        self.then(lambda: self._try(generation))
+        """See whether the place can be written, long before the first save perhaps. No save waits for one that may not answer."""
+        if self._daemon:
+            threading.Thread(target=self._try, args=(generation,), name="autohete-try", daemon=True).start()
+        else:
+            self.then(lambda: self._try(generation))
 
     def note_committed(self, save: Save) -> None:
         """All ranks have written that save."""
@@ -221,6 +224,8 @@ class Saver:
         self._committed: dict[bool, tuple[Save, ...]] = {False: (began,) if began else (), True: ()}
         self.saved = Saved()
         self.last = Save(step=0, generation=generation)
+        if self._cloud is not None and not self._rank:
+            self._cloud.try_it(generation)
         if cleans:
             self._disk.try_it(generation)
             if began is not None:
