@@ -2,12 +2,13 @@
 
 import json
 from dataclasses import asdict
+from types import SimpleNamespace
 
 import pytest
 
 from autohete_fx.cluster.inputs.described import described, save_cluster
 from autohete_fx.cluster.links import Links
-from autohete_fx.cluster.planner.frontier import changes
+from autohete_fx.cluster.planner.frontier import changes, frontier
 from autohete_fx.cluster.spec import Joined, TimedLinks, steady_link
 from autohete_fx.errors import ClusterError
 from autohete_fx.machine.devices import find_device, net_of_spec
@@ -240,6 +241,21 @@ def test_a_node_of_one_has_no_node_less_beside_the_gpu_less():
         "1 less t4-16g",
         "twice the network",
     ]
+
+
+@pytest.mark.parametrize(
+    ("also", "more"), [({}, []), ({"l40s-48g": 2}, [2]), ({"l40s-48g": 4}, []), ({"t4-16g": 1}, [])]
+)
+def test_parts_are_halves_and_one_that_is_asked_for_where_it_is_there(also, more):
+    """As halves of three GPUs leave out two, which another cluster's cheapest plan may have."""
+    found = []
+
+    def solve(part):
+        found.append(part.count("l40s-48g"))
+        return SimpleNamespace(plan=SimpleNamespace(iteration_s=1.0, used=lambda: {"l40s-48g": found[-1]}))
+
+    frontier(described("3xL40S").cluster, solve, also)
+    assert found == [3, 1, *more]
 
 
 def test_a_node_more_has_a_name_of_its_own(tmp_path):

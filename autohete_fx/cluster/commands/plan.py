@@ -118,19 +118,19 @@ def plan_for_cluster(request: Request) -> tuple[str, ClusterPlan]:
             time_limit_s=request.time_limit_s,
         )
 
-    def best(cluster: Cluster) -> tuple[Solution, Sequence[Priced]]:
-        """The best plan by the objective, and those that it was chosen from where that is the cheapest."""
+    def best(cluster: Cluster, also: Mapping[str, int]) -> tuple[Solution, Sequence[Priced]]:
+        """The best plan by the objective, and those that it was chosen from where that is the cheapest (`frontier`)."""
         if request.objective != "cost":
             return solve(cluster), ()
-        points = frontier(cluster, solve)
+        points = frontier(cluster, solve, also)
         return min(points, key=lambda point: point.usd_per_step).solution, points
 
     if request.given:
         plan = ClusterPlan.load(request.given)
         solution, points = given_solution(plan, inputs.cluster, inputs.costs, sizes=inputs.sizes), ()
     else:
-        solution, points = best(inputs.cluster)
-    report = _report(request, inputs, solution, lambda cluster: best(cluster)[0], points)
+        solution, points = best(inputs.cluster, {})
+    report = _report(request, inputs, solution, lambda cluster: best(cluster, solution.plan.used())[0], points)
     if request.plot:
         (draw_frontier if points else draw_gantt)(report, request.plot)
     return report_json(report) if request.as_json else report_text(report), solution.plan

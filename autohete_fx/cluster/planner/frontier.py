@@ -3,8 +3,9 @@
 Enter a `Cluster` and what `plan_cluster` takes; leave plans for the clusters that are like it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from autohete_fx.cluster.inputs.described import NODE_GPUS
 from autohete_fx.cluster.plan import ClusterPlan
@@ -30,15 +31,15 @@ def usd_per_step(plan: ClusterPlan, cluster: Cluster) -> float:
     return sum(count * prices[gpu] * plan.iteration_s / 3600 for gpu, count in plan.used().items())
 
 
-def frontier(cluster: Cluster, solve: Solve) -> list[Priced]:
+def frontier(cluster: Cluster, solve: Solve, also: Mapping[str, int] = MappingProxyType({})) -> list[Priced]:
     """Plans that none beats in both seconds and dollars, the fastest first: of the whole cluster and of parts of it.
 
-    Parts are the whole halved again and again, and the same of each type alone. Raises ClusterError where a type has no price, or
-    where nothing fits the whole.
+    Parts are the whole halved again and again, and the same of each type alone. ``also``: by type, GPUs of one more part, where
+    the cluster has them. Raises ClusterError where a type has no price, or where nothing fits the whole.
     """
     cluster.require_prices()
     found = []
-    for number, part in enumerate(_parts(cluster)):
+    for number, part in enumerate(_parts(cluster, also)):
         try:
             solution = solve(part)
         except ClusterError:
@@ -54,25 +55,31 @@ def frontier(cluster: Cluster, solve: Solve) -> list[Priced]:
     return kept
 
 
-def _parts(cluster: Cluster) -> Iterator[Cluster]:
+def _parts(cluster: Cluster, also: Mapping[str, int]) -> Iterator[Cluster]:
     seen = set()
-    groups = [tuple(gpu.name for gpu in cluster.gpus), *((gpu.name,) for gpu in cluster.gpus)]
-    for types in dict.fromkeys(groups):
-        share = 1.0
-        while True:
-            nodes = tuple(_share(cluster, types, share))
-            if not nodes:
-                break
-            if nodes not in seen:
-                seen.add(nodes)
-                yield with_nodes(cluster, nodes)
+    for counts in _counts(cluster, also):
+        nodes = tuple(_taken(cluster, counts))
+        if nodes not in seen:
+            seen.add(nodes)
+            yield with_nodes(cluster, nodes)
+
+
+def _counts(cluster: Cluster, also: Mapping[str, int]) -> Iterator[Mapping[str, int]]:
+    """By type, GPUs of each part."""
+    counts = {gpu.name: cluster.count(gpu.name) for gpu in cluster.gpus}
+    for types in (counts, *({gpu: count} for gpu, count in counts.items())):
+        part, share = types, 1.0
+        while any(part.values()):
+            yield part
             share /= 2
+            part = {gpu: int(count * share) for gpu, count in types.items()}
+    if also and all(counts.get(gpu, 0) >= count for gpu, count in also.items()):
+        yield also
 
 
-def _share(cluster: Cluster, types: Sequence[str], share: float) -> Iterator[Node]:
-    """Whole nodes of each type up to a share of its GPUs, then a part of one."""
-    for gpu in types:
-        left = int(cluster.count(gpu) * share)
+def _taken(cluster: Cluster, counts: Mapping[str, int]) -> Iterator[Node]:
+    """Whole nodes of each type up to so many GPUs, then a part of one."""
+    for gpu, left in counts.items():
         for node in cluster.nodes:
             if node.gpu == gpu and left:
                 taken = min(left, node.gpus)
