@@ -16,7 +16,7 @@ BATCH = 8
 """Sequences of a micro-batch, unless told otherwise."""
 SEQ = 1024
 """Tokens of a sequence, unless told otherwise."""
-TIME_LIMIT_S, WORK_OF_BLOCK_S = 10.0, 0.2
+TIME_LIMIT_S, WORK_OF_BLOCK_S = 10.0, 0.1
 """Seconds of each solve at most, and of a solve's work for each block, unless told otherwise."""
 SOLVERS = ("cp-sat", "scip")
 """Searches of plans for clusters, the default first."""
