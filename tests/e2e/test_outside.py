@@ -133,7 +133,7 @@ def test_a_budget_that_the_loss_does_not_fit_into_is_refused_with_one_that_works
     with pytest.raises(
         autohete_fx.InfeasiblePlanError, match=r"Code outside of the compiled model takes 16\.0 MiB"
     ) as refused:
-        job.run(2 * without)
+        job.run(without + 10 * 2**20)
     enough = refused.value.smallest_budget_bytes
     assert len(told(caplog)) == 1 and enough is not None
     _, peaks = job.run(enough)
