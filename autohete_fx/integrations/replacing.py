@@ -57,11 +57,11 @@ def replace(optimizer: torch.optim.Optimizer, *, only_same_kernels: bool) -> str
     try:
         ours.__init__(optimizer, groups, **how)  # type: ignore[misc]
     except AutoHeteError as error:
-        for param in (p for group in groups for p in group["params"]):
-            forget_owner(param, optimizer)  # of groups before the one that was refused
         vars(optimizer).clear()
         vars(optimizer).update(before)
         optimizer.__class__ = theirs
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
+            forget_owner(param, optimizer)  # of groups before the one that was refused
         raise Kept(str(error)) from error
     _check_dtypes_at_steps(optimizer)
     return _SAME_KERNELS if is_fused else _OTHER_ROUNDING

@@ -139,11 +139,8 @@ def _described(value: Any) -> str:
 def _build(rule: Rule, param: Tensor, entry: Mapping[str, Any], current: Mapping[str, Any]) -> State:
     placement = state_placement_of(param)
     given = entry.get(STEP, 1.0)
-    step = (
-        given.detach().reshape(()).clone()
-        if isinstance(given, Tensor)
-        else torch.tensor(float(given), dtype=torch.float32)
-    )
+    number = given if isinstance(given, Tensor) else torch.tensor(float(given), dtype=torch.float32)
+    step = number.detach().reshape(()).clone()
     state: State = {STEP: step.to(dtype=torch.float32, device=placement.step_device(rule, param))}
     for name in (*state_names(rule, param), *rule.idle):
         if name in entry:

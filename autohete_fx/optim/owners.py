@@ -71,9 +71,8 @@ class Owner(Protocol):
         ...
 
 
-_owners: MutableMapping[Tensor, "tuple[weakref.ref[Owner], ...]"] = (
-    WeakIdKeyDictionary()
-)  # the one that updates it last
+_owners: MutableMapping[Tensor, "tuple[weakref.ref[Owner], ...]"] = WeakIdKeyDictionary()
+"""By parameter; the one that updates it comes last."""
 _num_changes = 0
 
 

@@ -147,9 +147,13 @@ def test_an_optimizer_of_sparse_gradients_stays():
     assert type(dense) is autohete_fx.SGD
 
 
-def test_an_optimizer_that_ours_refuses_is_as_it_was():
+@pytest.mark.parametrize("named", [False, True])
+def test_an_optimizer_that_ours_refuses_is_as_it_was(named: bool):
     first, second = Layers().layers
-    groups = [{"params": list(first.parameters())}, {"params": list(second.parameters()), "lr": float("nan")}]
+    layers, third = (("a", first), ("b", second)), nn.Parameter(torch.ones(2))
+    params = [list(layer.named_parameters(name) if named else layer.parameters()) for name, layer in layers]
+    rest = [("c", third)] if named else [third]
+    groups = [{"params": params[0]}, {"params": params[1], "lr": float("nan")}, {"params": rest}]
     optimizer = torch.optim.AdamW(groups, fused=True)
     before = dict(vars(optimizer))
     with pytest.raises(Kept, match="lr is nan"):

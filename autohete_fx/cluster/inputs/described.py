@@ -144,10 +144,8 @@ def _from_file(raw: dict[str, Any], spot: bool) -> Described:
     for joined in (*timed.within, *timed.between):
         if not joined.link.rates or not all(rates.points for rates in joined.link.rates):
             raise ValueError(f"the link {joined.link.name} has no rates")
-        pairs, sizes_of = (
-            [r.pairs for r in joined.link.rates],
-            [[size for size, _ in r.points] for r in joined.link.rates],
-        )
+        pairs = [rates.pairs for rates in joined.link.rates]
+        sizes_of = [[size for size, _ in rates.points] for rates in joined.link.rates]
         if any(low >= high for row in ([0, *pairs], *sizes_of) for low, high in itertools.pairwise(row)):
             raise ValueError(
                 f"the link {joined.link.name} has rates of {pairs} pairs with messages of {sizes_of} bytes; expected both to rise,"
