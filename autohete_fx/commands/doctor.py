@@ -3,12 +3,12 @@
 import argparse
 import dataclasses
 import os
-from pathlib import Path
 
 import torch
 
 from autohete_fx.errors import OptionError
 from autohete_fx.ir import Machine
+from autohete_fx.ir.files import why_unwritable
 from autohete_fx.machine.described import link_text, machine_text
 from autohete_fx.machine.link import Link, measure_link
 from autohete_fx.machine.measure import measure_machine
@@ -44,9 +44,8 @@ def doctor(parsed: argparse.Namespace) -> str:
     if parsed.device == "cuda" and not has_cuda:
         raise OptionError("--device cuda was given, but PyTorch finds no CUDA device; leave it out to measure the CPU")
     # Before half a minute of measuring is lost.
-    if parsed.save and (Path(parsed.save).is_dir() or not Path(parsed.save).absolute().parent.is_dir()):
-        what = "it is a directory" if Path(parsed.save).is_dir() else "its directory does not exist"
-        raise OptionError(f"cannot write {parsed.save!r}: {what}; give --save a file that can be written")
+    if parsed.save and (why := why_unwritable(parsed.save)):
+        raise OptionError(f"cannot write {parsed.save!r}: {why}; give --save a file that can be written")
     device = torch.device(parsed.device or ("cuda" if has_cuda else "cpu"))
     if parsed.cluster:
         return _doctor_cluster(parsed, device.type)

@@ -14,6 +14,7 @@ from autohete_fx.cluster.inputs.measurements import read, tokens_of
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.errors import OptionError
 from autohete_fx.ir import Machine
+from autohete_fx.ir.files import why_unwritable
 from autohete_fx.ir.sizes import format_bytes, format_flops
 from autohete_fx.machine.devices import RESERVE_SHARE, find_device, machine_of_spec, net_of_spec
 from autohete_fx.options import Share, Size, parse_size, resolve_bytes
@@ -81,7 +82,7 @@ def check(parsed: argparse.Namespace) -> None:
         _take_seq(parsed)
     _refuse(parsed, _IN_SWEEPS)
     for option, path in (("--plot", parsed.plot), ("--save", parsed.save)):
-        if path and (Path(path).is_dir() or not Path(path).parent.is_dir()):  # said now, not when all is solved
+        if path and why_unwritable(path):  # said now, not when all is solved
             raise OptionError(f"cannot write {path!r}; give {option} a file in a directory that exists")
     if parsed.plot:
         require_matplotlib()

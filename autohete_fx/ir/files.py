@@ -26,6 +26,13 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
+def why_unwritable(path: str | os.PathLike[str]) -> str:
+    """Why no file can be written there, so that it is said before anything is done for it; "" where it may be."""
+    if Path(path).is_dir():
+        return "it is a directory"
+    return "" if Path(path).absolute().parent.is_dir() else "its directory does not exist"
+
+
 def is_file(text: str) -> bool:
     """Whether a text, which may be anything, is the path of a file."""
     with contextlib.suppress(OSError, ValueError):  # too long for a path, or with a null character

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from autohete_fx import cli
+from autohete_fx.cluster.commands import doctor
 from autohete_fx.cluster.costs import LayerBytes
 from autohete_fx.cluster.deploy import Member
 from autohete_fx.cluster.inputs.described import described, save_measured
@@ -110,6 +112,19 @@ def test_doctor_of_a_cluster_needs_torchrun(
     assert "started by torchrun. Run torchrun --nproc-per-node" in shown and not path.exists()
     assert cli.main(["doctor", "--device", "cpu", "--cluster", str(path), "--save", str(path)]) == 2
     assert "Expected was --cluster alone" in capsys.readouterr().err
+
+
+def test_a_path_that_no_cluster_can_be_written_to_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda values: None)
+    for path, why in (
+        (tmp_path, "it is a directory"),
+        (tmp_path / "absent" / "c.json", "its directory does not exist"),
+    ):
+        with pytest.raises(ClusterError, match=f"cannot write .*: {why}. Expected was a file"):
+            doctor._measured(path, torch.device("cpu"))
 
 
 def test_weights_that_the_ends_share_count_in_the_first_layer_alone():

@@ -16,6 +16,7 @@ from autohete_fx.cluster.measuring.links import measured_cluster
 from autohete_fx.cluster.spec import Cluster
 from autohete_fx.errors import ClusterError
 from autohete_fx.ir import Machine
+from autohete_fx.ir.files import why_unwritable
 from autohete_fx.ir.sizes import format_bytes, format_flops, format_seconds
 from autohete_fx.machine.devices import spec_of_machine
 from autohete_fx.machine.measure import measure_machine
@@ -53,11 +54,11 @@ def measure_cluster(path: str | Path, device_type: str) -> str:
 
 def _measured(path: str | Path, device: torch.device) -> str:
     rank = dist.get_rank()
-    refused = [not rank and not Path(path).absolute().parent.is_dir()]
+    refused = ["" if rank else why_unwritable(path)]
     dist.broadcast_object_list(refused)
     if refused[0]:  # before half a minute of measuring is lost
         raise ClusterError(
-            f"cannot write {str(path)!r}: its directory does not exist. Expected was a file that can be written. Give --cluster"
+            f"cannot write {str(path)!r}: {refused[0]}. Expected was a file that can be written. Give --cluster"
             " another path"
         )
     members: list[Any] = [None] * dist.get_world_size()
