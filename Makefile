@@ -1,6 +1,7 @@
 # make demo        train a GPT on real text in half the device memory that plain torch.compile needs, and draw the run:
 #                  build/demo/report.html
-# make test        the whole test suite             make test-fast   without the slow tests
+# make test        the test suite                   make test-fast   without the slow tests
+# make test-all    and all that repeats its tests in further combinations: dtypes, families, backends, schedules
 # make lint        ruff, pyright, import-linter     make venv        only set up .venv
 # make docs        the pages as a site, in build/site
 #
@@ -31,7 +32,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet $(PIP_ARGS)
 HAS_CUDA_TORCH := import torch; v = tuple(map(int, torch.__version__.split('.')[:2])); \
 	assert (2, 11) <= v < (2, 16) and torch.cuda.is_available()
 
-.PHONY: demo test test-fast lint docs venv clean
+.PHONY: demo test test-all test-fast lint docs venv clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.installed
@@ -43,6 +44,9 @@ endif
 
 test: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PARALLEL) $(TEST_ARGS)
+
+test-all: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -m "" $(PARALLEL) $(TEST_ARGS)
 
 test-fast: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(TEST_ARGS)

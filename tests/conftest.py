@@ -7,6 +7,7 @@
   and sees caching as a user does (both caches on).
 * ``AUTOHETE_CACHE_DIR`` (machine figures, profiles) is shared by all tests too, but for those with the fixtures ``fresh_cache``
   and ``fresh_plans``.
+* Tests with the marker ``thorough`` run where ``-m`` asks for them, as ``make test-all`` does with ``-m ""``. They are ``slow``.
 * Tests under ``tests/cuda`` have the marker ``cuda`` and are skipped where there is no CUDA device.
 * pytest-xdist's workers (``-n``) share the cores: each computes on its part of them. A file's tests run in one worker, which
   makes what they share once; all CUDA tests run in one, too.
@@ -70,9 +71,10 @@ def pytest_unconfigure() -> None:
         shutil.rmtree(_RUN_DIR, ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what -m does
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Fast directories first, and of ranks the longest files first, so that workers end together; the marker ``cuda`` on all of
-    tests/cuda."""
+    tests/cuda, and ``slow`` on what is ``thorough``."""
     here = Path(__file__).parent
 
     def place(item: pytest.Item) -> tuple[int, int]:
@@ -84,6 +86,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(here / "cuda"):
             item.add_marker(pytest.mark.cuda)
+        if item.get_closest_marker("thorough"):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(optionalhook=True)
