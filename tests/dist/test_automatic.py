@@ -7,6 +7,7 @@ import pytest
 from tests.dist.automatic_jobs import DEPTH, kinds_of_mixed
 from tests.dist.ranks import run
 from tests.dist.test_cluster_job import EXACT
+from tests.thorough import thorough
 
 
 def test_layers_of_unlike_parameters_are_two_kinds():
@@ -46,7 +47,7 @@ def test_a_rank_alone_trains_all_layers(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "num_ranks"), [(None, 3), ("aot_eager", 2)])
+@pytest.mark.parametrize(("backend", "num_ranks"), [(None, 3), thorough("aot_eager", 2)])
 def test_a_job_without_a_plan_equals_one_process(tmp_path: Path, backend: str | None, num_ranks: int):
     found = run("tests.dist.automatic_jobs.trains_equal", tmp_path, str(tmp_path), backend, num_ranks=num_ranks)
     for key in ("loss", "norm", "weights", "states"):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.ranks import run
+from tests.thorough import thorough
 
 
 @pytest.mark.slow
@@ -14,14 +15,14 @@ def test_a_rank_that_hangs_is_named(tmp_path: Path):
     assert not hung and "lost another rank in step 1" in other
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_first_rank_that_hangs_is_named_by_the_others(tmp_path: Path):
     _, *others = run("tests.dist.hung_jobs.errors", tmp_path, str(tmp_path), 0, num_ranks=3)
     assert any("rank 0 on node-0 does not answer" in error for error in others), others
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("num_shards", [1, thorough(2)])
 def test_a_rank_that_vanishes_is_noticed_by_all_though_the_timeout_is_long(tmp_path: Path, num_shards: int):
     found = run("tests.dist.hung_jobs.vanished", tmp_path, num_shards, num_ranks=4, survivors=(0, 1, 2))
     assert all("lost another rank in step 1" in error and "does not answer" not in error for error in found), found

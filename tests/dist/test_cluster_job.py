@@ -60,7 +60,7 @@ def test_memory_that_only_our_backend_keeps_to_is_told_where_the_job_is_joined(t
         assert "the backend 'eager' keeps parameters whole" in wholes[1]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_plans_that_hypothesis_draws_equal_one_process(tmp_path: Path):
     first, *others = run("tests.dist.drawn_jobs.exact", tmp_path, 6, STEPS, EXACT, num_ranks=6)
     assert len(first) >= 6 and all(trained == first for trained in others)

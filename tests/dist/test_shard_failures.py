@@ -28,6 +28,7 @@ from autohete_fx.runtime.shard.ranks import ranks_of
 from tests.dist import ranks
 from tests.dist.sharded import DEVICE, make, mesh, refusal, tokens
 from tests.dist.test_shard_plans import backend
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.slow
 
@@ -99,11 +100,12 @@ def failing(where: str, how: str) -> Any:
 @pytest.mark.parametrize(
     ("where", "how", "named"),
     [
-        *((where, "is_killed", "rank 1 has ended") for where in ("forward", "step", "norm", "gathered")),
+        *((where, "is_killed", "rank 1 has ended") for where in ("forward", "gathered")),
+        *(thorough(where, "is_killed", "rank 1 has ended") for where in ("step", "norm")),
         ("step", "raises", "rank 1 failed with ValueError: no such batch"),
         ("forward", "lingers", "rank 1 failed with ValueError: no such batch"),
         ("step", "clips", "rank 1 failed with ShardError: the gradients of"),
-        ("norm", "clips", "rank 1 failed with ShardError: the gradients of"),
+        thorough("norm", "clips", "rank 1 failed with ShardError: the gradients of"),
     ],
 )
 def test_a_rank_that_fails_is_named_by_the_others_at_once(tmp_path: Path, where: str, how: str, named: str):
@@ -222,7 +224,7 @@ def end_together(found: object) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("where", ["forward", thorough("backward")])
 def test_a_rank_that_catches_an_error_does_not_go_on_alone(tmp_path: Path, where: str):
     """And all ranks may go on that have failed alike."""
     first, second = ranks.run("tests.dist.test_shard_failures.caught", tmp_path, where)
@@ -299,7 +301,7 @@ def leaves_out(what: str, rank: int) -> None:
     end_together([told, time.monotonic() - began])
 
 
-@pytest.mark.parametrize("what", ["backward", "both"])
+@pytest.mark.parametrize("what", ["backward", thorough("both")])
 def test_a_rank_that_leaves_out_a_backward_is_named_at_once(tmp_path: Path, what: str):
     first, second = ranks.run("tests.dist.test_shard_failures.leaves_out", tmp_path, what, 1)
     for number, (told, seconds) in enumerate((first, second)):
@@ -341,7 +343,7 @@ def steps_in_another_order(small: int) -> None:
     end_together(told)
 
 
-@pytest.mark.parametrize("small", [64, 32])
+@pytest.mark.parametrize("small", [64, thorough(32)])
 def test_optimizers_that_step_in_another_order_on_one_rank_are_refused(tmp_path: Path, small: int):
     """Else the mean of one's gradients would be taken with the other's, or gloo would end the process where sizes differ."""
     for told in ranks.run("tests.dist.test_shard_failures.steps_in_another_order", tmp_path, small):

@@ -23,6 +23,7 @@ from tests import planner_problems
 from tests.dist.sharded import graphs_in, make, tokens
 from tests.dist.test_shard_plans import BLOCKS, DECISIONS
 from tests.layers import EAGER
+from tests.thorough import thorough
 
 MACHINE = replace(
     planner_problems.MACHINE,
@@ -103,7 +104,7 @@ def test_what_eager_code_gets_for_a_shard_follows_its_dtype_and_refusals_name_it
                 use()
 
 
-@pytest.mark.parametrize("name", [pytest.param("mixed", marks=pytest.mark.slow), "kept from host"])
+@pytest.mark.parametrize("name", [thorough("mixed"), "kept from host"])
 def test_every_rank_writes_the_same_graphs(name: str):
     # Of the embedding's 131 rows the last rank has 12, and padding; of the single row all but the first have padding alone.
     first, *others = (graphs_of(rank, name) for rank in (0, 3, 7))

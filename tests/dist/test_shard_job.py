@@ -63,7 +63,7 @@ def test_shards_that_leave_hand_over_what_only_they_have(tmp_path: Path):
     assert max(alone[key] for key in ("loss", "weights", "states")) < EXACT
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_plans_of_other_units_go_on_with_what_shards_saved(tmp_path: Path):
     root = tmp_path / "root"
     root.mkdir()

@@ -173,7 +173,7 @@ def three() -> float:
     return furthest(together(ours, compiled=backend("host"), **HOW), alone(ours, **HOW))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_three_ranks_are_within_rounding(tmp_path: Path):
     # AdamW's first steps are signs of gradients: where one is near zero, rounding of 1e-17 shows.
     assert max(ranks.run("tests.dist.test_shard_plans.three", tmp_path, num_ranks=3)) < 1e-9
@@ -184,7 +184,7 @@ def compiled() -> float:
     return furthest(together(sgd, kind=Small, compiled=inductor), alone(sgd, kind=Small, backend="inductor"))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_compiled_by_inductor_two_ranks_are_within_rounding(tmp_path: Path):
     assert max(ranks.run("tests.dist.test_shard_plans.compiled", tmp_path)) < 1e-12
 

@@ -36,6 +36,7 @@ from autohete_fx.runtime.tiers.host import is_home, open_tier
 from tests import training
 from tests.held_updates import Stack, labels, use_lanes, weight_of
 from tests.planner_problems import MACHINE, cost, problem
+from tests.thorough import thorough
 from tests.training import PLANS, assert_equal, make, ours, plain
 
 ON_DISK = BlockDecision(optimizer=Optimizer.DISK)
@@ -106,10 +107,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     ("overlap", "is_host"),
     [
         ("backward", False),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((None, True), (None, False), ("step", True), ("step", False), ("backward", True))
-        ),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((None, True), ("step", False))),
+        *(thorough(*each) for each in ((None, False), ("step", True), ("backward", True))),
     ],
 )
 def test_training_is_bitwise_exact_under_random_delays(

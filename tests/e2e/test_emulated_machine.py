@@ -19,6 +19,7 @@ from autohete_fx.runtime.placement import placement_of
 from examples.benchmarks.emulated import Emulation, Speeds
 from tests import training
 from tests.main_job import slow
+from tests.thorough import thorough
 from tests.training import LABELS, STEPS, Sizes, assert_equal, make, ours, plain
 
 SIZES = Sizes(width=128, batch=4, time=32)
@@ -122,8 +123,15 @@ def simulated(compilation: autohete_fx.Compilation, label: str, lane: Lane | Non
     return [e.block for e in compilation.events if e.label == label and lane in (None, e.lane)]
 
 
-@pytest.mark.parametrize("schedule", [BY_PRIORITY, slow(AS_THEY_COME)], ids=["priority", "fifo"])
-@pytest.mark.parametrize("name", [n if n == "mixed" else slow(n) for n in PLANS])
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        pytest.param("mixed", BY_PRIORITY, id="mixed-priority"),
+        *(pytest.param(n, BY_PRIORITY, id=f"{n}-priority", marks=pytest.mark.slow) for n in PLANS if n != "mixed"),
+        pytest.param("mixed", AS_THEY_COME, id="mixed-fifo", marks=pytest.mark.slow),
+        *(thorough(n, AS_THEY_COME, id=f"{n}-fifo") for n in PLANS if n != "mixed"),
+    ],
+)
 def test_compute_and_updates_run_in_the_simulators_order(name: str, schedule: Schedule):
     found = watched(name, schedule)
     assert found.updates == STEPS * simulated(found.compilation, "update", Lane.UPDATE)
@@ -138,8 +146,10 @@ def test_gradients_leave_and_parameters_return_in_the_simulators_order():
     assert found.gradients == STEPS * simulated(found.compilation, "gradients")
 
 
-@pytest.mark.parametrize("overlap", [slow("step"), "backward"])
-@pytest.mark.parametrize("priority", [True, slow(False)])
+@pytest.mark.parametrize(
+    ("overlap", "priority"),
+    [("backward", True), slow("step", False), thorough("step", True), thorough("backward", False)],
+)
 def test_what_is_sent_up_goes_behind_backwards_copies_and_in_the_order_of_blocks(
     overlap: str, priority: bool, monkeypatch: pytest.MonkeyPatch
 ):
@@ -169,7 +179,9 @@ def test_host_memory_is_what_the_plan_counts(name: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "schedule", [Schedule(), BY_PRIORITY, AS_THEY_COME, IN_BACKWARD], ids=["none", "priority", "fifo", "backward"]
+    "schedule",
+    [Schedule(), thorough(BY_PRIORITY), AS_THEY_COME, IN_BACKWARD],
+    ids=["none", "priority", "fifo", "backward"],
 )
 def test_an_emulated_machine_trains_as_eager_does(schedule: Schedule):
     how: dict[str, Any] = {"overlap": "backward"} if schedule is IN_BACKWARD else {"clip": True}

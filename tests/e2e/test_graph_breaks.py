@@ -17,6 +17,7 @@ from autohete_fx.runtime.meter import device_live_bytes
 from tests import training as job
 from tests.broken import ROWS, WIDTH, Block, Broken, budgeted, make, plainly, trained
 from tests.layers import EAGER
+from tests.thorough import thorough
 
 SLOW = pytest.mark.slow
 
@@ -30,7 +31,7 @@ def _prepared() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("breaks", "inner", "num_blocks"),
-    [pytest.param((2,), "inductor", 4, marks=SLOW), pytest.param((2, 5), "eager", 6, marks=SLOW)],
+    [thorough((2,), "inductor", 4), pytest.param((2, 5), "eager", 6, marks=SLOW)],
 )
 def test_a_broken_model_trains_in_45_percent(breaks: tuple[int, ...], inner: str, num_blocks: int):
     expected, peak = plainly(make(breaks, num_blocks=num_blocks), inner)

@@ -13,6 +13,7 @@ from autohete_fx.capture.grouping import group_blocks
 from autohete_fx.internals import versions
 from tests import training
 from tests.joint_graphs import Captured, assert_sound, copied, layers
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +52,8 @@ T5 = {
     "use_cache": False,
 }
 
+UNLIKE = ("gpt2", "mixtral", "t5")
+"""A decoder, one of experts, and an encoder with a decoder. All others repeat these."""
 BEYOND = {"gpt2": 0.03}
 """The share of the predicted peak that a step may take beyond it, where it is more than 0.01. test_hf_peaks.py has GPT-2, too."""
 SHARE = 0.62 if versions.backward_holds_arguments() else 0.6
@@ -127,7 +130,7 @@ def grouped(monkeypatch: pytest.MonkeyPatch) -> list[Captured]:
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name if name in UNLIKE else thorough(name) for name in MODELS])
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 def test_trains_equal_to_plain_within_a_share_of_its_memory(name: str, grouped: list[Captured]):
     before = foreign_bytes()

@@ -15,6 +15,7 @@ from autohete_fx.ir import Overlap, Schedule
 from autohete_fx.runtime import disk
 from autohete_fx.runtime.placement import placement_of
 from tests.held_updates import use_lanes
+from tests.thorough import thorough
 from tests.training import HOST, STREAMED, Sizes, assert_equal, ours, plain
 
 pytestmark = pytest.mark.slow
@@ -91,7 +92,7 @@ def pair(path: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("made", "layers", "overlap", "how"),
     [
-        (deepseek, pair("model.layers"), "step", {"clip": True}),
+        thorough(deepseek, pair("model.layers"), "step", {"clip": True}),
         (t5, (*pair("encoder.block"), "bridge", *pair("decoder.block")), "backward", {}),
         (partly_frozen_llama, pair("model.layers"), None, {"micro_batches": 2}),
     ],

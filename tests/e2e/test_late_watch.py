@@ -9,6 +9,7 @@ import pytest
 
 from tests.main_job import slow
 from tests.processes import Ended, run_python
+from tests.thorough import thorough
 
 BEFORE = """
 import torch
@@ -121,9 +122,9 @@ def passes(*scripts: str, **values: str) -> None:
 @pytest.mark.parametrize(
     ("backend", "function"),
     [
-        slow("inductor", "double"),
+        thorough("inductor", "double"),
         slow("aot_eager", "double"),
-        slow("eager", "double"),
+        thorough("eager", "double"),
         slow("eager", "broken"),
         slow("eager", "given_up"),
     ],
@@ -133,7 +134,7 @@ def test_a_function_that_was_compiled_before_ours_waits(backend: str, function: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+@pytest.mark.parametrize("backend", [thorough("inductor"), "aot_eager"])
 def test_its_graphs_are_looked_at_between_backward_and_step(backend: str):
     passes(BEFORE, EARLY, backend=backend, function="double")
 

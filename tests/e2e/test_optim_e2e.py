@@ -248,7 +248,7 @@ def test_states_outlive_their_tier(tier: HostTier) -> None:
     assert losses == train(reference, expected, range(2, 4), lambda step: None)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_benchmark_runs() -> None:
     script = Path(__file__).parents[2] / "examples" / "benchmarks" / "host_update.py"
     done = run_python([str(script), "--params", "100000", "--repeats", "1", "--threads", "1"])

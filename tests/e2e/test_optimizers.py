@@ -18,6 +18,7 @@ from tests import training
 from tests.held_updates import random_delays, use_lanes
 from tests.main_job import slow
 from tests.references import REFERENCES, adam, adamw, lion, momentum, muon, sgd
+from tests.thorough import thorough
 from tests.training import Sizes, assert_equal, make, ours
 
 
@@ -37,19 +38,19 @@ CLIPPING: dict[str, Any] = {"clip": True, "micro_batches": 2}
 @pytest.mark.parametrize(
     ("made", "name", "overlap", "how"),
     [  # edits and a second backward come too late for updates that start in backward
-        slow(lion, "streamed", "step", {}),
+        thorough(lion, "streamed", "step", {}),
         slow(lion, "disk", "step", CLIPPING),
-        slow(lion, "mixed", "backward", {}),
-        slow(lion, "host-optimizer", None, CLIPPING),
+        thorough(lion, "mixed", "backward", {}),
+        thorough(lion, "host-optimizer", None, CLIPPING),
         slow(adam, "streamed", "step", CLIPPING),
-        slow(adam, "disk", "backward", {}),
+        thorough(adam, "disk", "backward", {}),
         slow(momentum, "streamed", "step", {}),
-        slow(momentum, "disk", "step", CLIPPING),
-        slow(momentum, "mixed", "backward", {}),
+        thorough(momentum, "disk", "step", CLIPPING),
+        thorough(momentum, "mixed", "backward", {}),
         slow(sgd, "disk", "backward", {}),
         (muon, "mixed", "backward", {}),
-        slow(muon, "streamed", "step", CLIPPING),
-        slow(muon, "disk", "step", {}),
+        thorough(muon, "streamed", "step", CLIPPING),
+        thorough(muon, "disk", "step", {}),
     ],
 )
 def test_training_is_bitwise_exact_under_random_delays(
@@ -69,10 +70,10 @@ def test_training_is_bitwise_exact_under_random_delays(
     ("made", "name"),
     [
         (lion, "streamed"),
-        (lion, "disk"),
-        (adam, "mixed"),
-        (momentum, "streamed"),
-        (sgd, "disk"),
+        thorough(lion, "disk"),
+        thorough(adam, "mixed"),
+        thorough(momentum, "streamed"),
+        thorough(sgd, "disk"),
         (muon, "streamed"),
     ],
 )
@@ -94,10 +95,10 @@ SIZES = Sizes(width=256, batch=4, time=32)
 @pytest.mark.parametrize(
     ("made", "update_params_per_s", "share", "expected"),
     [
-        (lion, 1e6, 0.65, Optimizer.STREAMED),
+        thorough(lion, 1e6, 0.65, Optimizer.STREAMED),
         (sgd, 1e9, 0.65, Optimizer.HOST),
         (muon, 1e6, 0.9, Optimizer.STREAMED),  # its slots are an eighth of the peak
-        (muon, 1e9, 0.65, Optimizer.HOST),
+        thorough(muon, 1e9, 0.65, Optimizer.HOST),
     ],
 )
 def test_solved_plans_keep_their_budgets(made: Any, update_params_per_s: float, share: float, expected: Optimizer):

@@ -140,6 +140,7 @@ def test_a_budget_that_the_loss_does_not_fit_into_is_refused_with_one_that_works
     assert max(peaks[FIRST:]) <= enough
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("one_thread")
 def test_code_of_inductor_is_watched_as_well_and_again_when_it_is_from_the_cache(caplog: pytest.LogCaptureFixture):
     training.warm_up("cpu")

@@ -55,9 +55,11 @@ OPPOSITES = [  # of all eight, in pairs that differ in each value
 
 def under_delays() -> Iterator[Any]:
     """Every plan with updates with each loop, each number of workers and each number of memories; one of these with each of those
-    without that copy something. Over all plans, with all of them together. test_main_job.py has plans that leave lanes idle."""
+    without that copy something. Over all plans, with all of them together. test_main_job.py has plans that leave lanes idle. The
+    second loop of a plan is thorough, but for the mixed one."""
     for index, name in enumerate(sorted(set(PLANS) - set(IDLE), key=lambda name: (name != "mixed", name))):
-        for how, num_workers, is_host in OPPOSITES[index % 4][: 1 if name in WITHOUT_UPDATES else 2]:
+        cases = OPPOSITES[index % 4][: 1 if name in WITHOUT_UPDATES else 2]
+        for number, (how, num_workers, is_host) in enumerate(cases):
             words = (
                 "clipping" if how is CLIPPING else "evaluating",
                 num_workers,
@@ -65,7 +67,8 @@ def under_delays() -> Iterator[Any]:
             )
             is_quick = name == "mixed" and is_host
             label = "-".join(map(str, (name, *words)))
-            yield pytest.param(name, how, num_workers, is_host, id=label, marks=[] if is_quick else [pytest.mark.slow])
+            rest = pytest.mark.thorough if number and name != "mixed" else pytest.mark.slow
+            yield pytest.param(name, how, num_workers, is_host, id=label, marks=[] if is_quick else [rest])
 
 
 @pytest.mark.parametrize(("name", "how", "num_workers", "is_host"), list(under_delays()))

@@ -18,6 +18,7 @@ from tests.early_updates import Loop, X, overlapping
 from tests.held_updates import ALL_ON_HOST, OPTIMIZER_ON_HOST, Gate, Stack, random_delays, use_lanes
 from tests.main_job import slow
 from tests.planner_problems import MACHINE
+from tests.thorough import thorough
 from tests.training import PLANS, WITHOUT_UPDATES, assert_equal, make, ours, plain
 
 
@@ -38,18 +39,20 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 # -- exactness ----------------------------------------------------------------------------------------------------------
 
 
-OPPOSITES = [((4, False), (1, True)), ((1, False), (4, True))]
+OPPOSITES = [((4, False), (1, True)), ((4, True), (1, False)), ((1, True), (4, False)), ((1, False), (4, True))]
 
 
 def under_delays() -> Iterator[Any]:
     """Every plan with updates, with each number of workers and each number of memories; of those without, that start none, one:
-    elsewhere they are the same as with updates that begin at the step."""
+    elsewhere they are the same as with updates that begin at the step. The second case of a plan is thorough, but for the
+    mixed one."""
     names = sorted(set(PLANS) - set(WITHOUT_UPDATES), key=lambda name: (name != "mixed", name))
-    cases = [(name, *lanes) for index, name in enumerate(names) for lanes in OPPOSITES[index % 2]]
-    for name, num_workers, is_host in [*cases, ("offload", 4, False)]:
+    cases = [(name, *lanes, at) for index, name in enumerate(names) for at, lanes in enumerate(OPPOSITES[index % 4])]
+    for name, num_workers, is_host, at in [*cases, ("offload", 4, False, 0)]:
         label = f"{name}-{num_workers}-{'one memory' if is_host else 'two memories'}"
         is_quick = name == "mixed" and not is_host
-        yield pytest.param(name, num_workers, is_host, id=label, marks=[] if is_quick else [pytest.mark.slow])
+        rest = pytest.mark.thorough if at and name != "mixed" else pytest.mark.slow
+        yield pytest.param(name, num_workers, is_host, id=label, marks=[] if is_quick else [rest])
 
 
 @pytest.mark.parametrize(("name", "num_workers", "is_host"), list(under_delays()))
@@ -322,7 +325,9 @@ def test_gradients_that_are_there_are_added_to(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "is_host"), [(torch.float32, False), (torch.bfloat16, True)], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("dtype", "is_host"), [(torch.float32, False), thorough(torch.bfloat16, True)], ids=["fp32", "bf16"]
+)
 def test_training_with_micro_batches_is_bitwise_exact_under_random_delays(
     dtype: torch.dtype, is_host: bool, monkeypatch: pytest.MonkeyPatch, started: list[bool]
 ):

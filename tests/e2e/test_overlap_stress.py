@@ -25,6 +25,7 @@ from autohete_fx import Activations, BlockDecision, Optimizer, Params, Plan
 from autohete_fx.ir import Overlap, Schedule
 from tests import training
 from tests.held_updates import Stack, saved, use_lanes, weight_of
+from tests.thorough import thorough
 from tests.training import assert_equal, collecting
 
 EXAMPLES = int(os.environ.get("AUTOHETE_STRESS_EXAMPLES", "6"))
@@ -112,7 +113,7 @@ def reference(loop: Loop) -> list[Any]:
 @pytest.mark.parametrize(
     ("overlap", "num_workers", "how", "is_host"),
     [
-        (Overlap.STEP, 4, {"clip": True, "micro_batches": 2, "between": training.evaluate}, False),
+        thorough(Overlap.STEP, 4, {"clip": True, "micro_batches": 2, "between": training.evaluate}, False),
         (Overlap.BACKWARD, 1, {}, True),
     ],
     ids=[

@@ -17,6 +17,7 @@ from autohete_fx.runtime.meter import device_live_bytes
 from autohete_fx.runtime.placement import placement_of
 from tests import training
 from tests.references import adamw
+from tests.thorough import thorough
 from tests.training import KEPT, LABELS, Model, Sizes, assert_equal, batch, make, ours, plain
 
 SIZES = Sizes(width=128)  # every matrix is worth a copy
@@ -99,7 +100,7 @@ def test_two_forwards_before_a_backward_have_a_copy_each():
     assert_equal(given, gradients_of_two_forwards(make("cpu", SIZES).eval()), bitwise=True)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_compiled_by_inductor_two_forwards_have_a_copy_each_and_training_the_predicted_peak():
     """Without dropout, which Inductor draws otherwise than eager code."""
     training.warm_up("cpu")
@@ -186,7 +187,7 @@ def test_what_leaves_is_what_the_profiler_counts_and_its_memory_is_free(count: i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", thorough("inductor")])
 def test_neighbours_that_recompute_change_nothing_of_what_leaves(inner: str, problems: list[Problem]):
     """They have more saved for them, which the profiler counts as theirs."""
     recompute = BlockDecision(activations=Activations.RECOMPUTE)

@@ -15,6 +15,7 @@ from autohete_fx.runtime.meter import device_live_bytes
 from autohete_fx.runtime.tiers.host import is_home
 from tests import training as job
 from tests.steps import OPTIONS, SIZES, Steps, equal_to_plain
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +40,7 @@ def test_gradients_that_earlier_micro_batches_left_on_the_device_go_where_the_ne
     assert max(ours.peaks) <= budget
 
 
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, thorough(True)])
 def test_code_for_sizes_that_may_change_serves_no_larger_ones_than_it_was_planned_for(dynamic: bool | None):
     """Such as that of an epoch's last batch, which Dynamo makes for sizes that change."""
     budget, num_compiled = 18 * 2**20, list[int]()
@@ -93,7 +94,7 @@ def test_sizes_of_evaluations_are_none_of_those_that_training_is_compiled_for(ca
     assert told.startswith("a graph without gradients")
 
 
-@pytest.mark.parametrize("how", ["data", "vector", "dtype"])
+@pytest.mark.parametrize("how", ["data", "vector", thorough("dtype")])
 def test_parameters_that_are_given_other_memory_go_back_to_the_host(how: str, caplog: pytest.LogCaptureFixture):
     def story(steps: Steps) -> None:
         steps.compile(memory_budget=int(5.5 * 2**20))

@@ -76,7 +76,7 @@ def main() -> None:
     print(json.dumps((*plain, budget, *peaks(autohete_fx.AdamW, backend="autohete", options=options))))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_operating_system_agrees_with_the_meter():
     given_back = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_ARENA_MAX": "1"}
     root = str(Path(__file__).parents[2])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import Ended, run_python
+from tests.thorough import thorough
 
 SCRIPT = """
 import functools, json, os, signal, sys
@@ -74,7 +75,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("states", ["host", "disk"])
+@pytest.mark.parametrize("states", ["host", thorough("disk")])
 def test_a_run_killed_in_mid_update_goes_on_bit_by_bit(states: str, expected: dict[str, float], tmp_path: Path):
     killed = run(tmp_path / "killed", states, killed_at=6)  # behind the checkpoint of step 5
     assert killed.returncode == -signal.SIGKILL

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Plan
+from tests.thorough import thorough
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # transformers' own
 KEEP, RECOMPUTE = BlockDecision(), BlockDecision(activations=Activations.RECOMPUTE)
@@ -85,6 +86,7 @@ def distance(given: list[Tensor], expected: list[Tensor]) -> float:
     return max((a.double() - b.double()).abs().max().item() for a, b in zip(given, expected, strict=True))
 
 
+@pytest.mark.thorough
 def test_in_fp64_a_plan_that_recomputes_trains_as_eager_does():
     given, expected = trained("fp64", "autohete", 6), trained("fp64", None, 6)
     assert autohete_fx.compilations()[-1].plan.decisions == (KEEP, *LAYERS["fp64"], KEEP)
@@ -92,7 +94,7 @@ def test_in_fp64_a_plan_that_recomputes_trains_as_eager_does():
     assert distance(given[1], expected[1]) < 1e-10
 
 
-@pytest.mark.parametrize("kind", ["bf16", "autocast"])
+@pytest.mark.parametrize("kind", ["bf16", thorough("autocast")])
 def test_in_bf16_it_is_no_further_from_inductor_than_inductor_is_from_eager(kind: str):
     (eager, _), (plain, _), (given, _) = (trained(kind, name, 1) for name in (None, "inductor", "autohete"))
     assert distance(given, plain) <= 2 * distance(plain, eager)

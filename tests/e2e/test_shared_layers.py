@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import autohete_fx
 from autohete_fx.runtime.meter import device_live_bytes
 from tests import training
+from tests.thorough import thorough
 
 pytestmark = pytest.mark.slow
 WIDTH = 192
@@ -99,7 +100,7 @@ def train(name: str, inner: str, options: dict[str, Any] | None = None) -> tuple
     return seen, peak - foreign_bytes
 
 
-@pytest.mark.parametrize(("name", "inner"), [("mlp", "inductor"), ("albert", "eager")], ids=MODELS)
+@pytest.mark.parametrize(("name", "inner"), [thorough("mlp", "inductor"), ("albert", "eager")], ids=MODELS)
 @pytest.mark.filterwarnings("ignore")  # transformers' own
 def test_60_percent_of_plains_peak_are_enough(name: str, inner: str):
     training.warm_up("cpu")

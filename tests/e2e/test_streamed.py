@@ -17,6 +17,7 @@ from tests import training
 from tests.e2e.test_overlap import READS
 from tests.held_updates import Gate, Training, random_delays, trained_under, use_lanes, weight_of
 from tests.main_job import slow
+from tests.thorough import thorough
 from tests.training import STREAMED, Sizes, assert_equal, make, ours, plain
 
 AT_HOME = BlockDecision(params=Params.HOST, optimizer=Optimizer.STREAMED)
@@ -34,7 +35,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("num_workers", "how"),
     [
-        pytest.param(1, {"clip": True}, id="1-clipping"),
+        thorough(1, {"clip": True}, id="1-clipping"),
         pytest.param(4, {"micro_batches": 2, "between": training.evaluate}, id="4-evaluating"),
     ],
 )
@@ -107,7 +108,7 @@ SPEEDS = Speeds(forward_s=2e-3, h2d_bytes_per_s=1e9, d2h_bytes_per_s=1e9, update
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", ["step", None])
+@pytest.mark.parametrize("overlap", ["step", thorough(None)])
 def test_solved_plans_stream_and_keep_their_budgets(overlap: str | None):
     training.warm_up("cpu")
     expected, plain_bytes = training.plain_run("cpu", "eager", SIZES)

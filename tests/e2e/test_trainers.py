@@ -17,10 +17,13 @@ from accelerate.state import AcceleratorState
 import autohete_fx
 from autohete_fx import BlockDecision, Params, cli
 from autohete_fx.integrations import accelerate
+from tests.thorough import thorough
 
 ROOT = Path(__file__).parents[2]
 TRAINERS = ROOT / "examples" / "trainers"
 SCRIPTS = sorted(path.stem for path in TRAINERS.glob("*.py") if path.stem != "setting")
+REPEATING = ("accelerate_loop", "peft_lora", "trl_sft")
+"""``hf_trainer`` has Accelerate and the class that TRL extends, ``plain_loop`` the loop of LoRA."""
 pytestmark = pytest.mark.filterwarnings("ignore")  # the trainers' own
 
 
@@ -61,7 +64,7 @@ def decisions() -> set[BlockDecision]:
     return set(next(c for c in reversed(autohete_fx.compilations()) if c.training).plan.decisions)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.usefixtures("one_thread")
 def test_a_trainer_trains_the_same_under_inductor(scripts: Path):
     plain = trained("hf_trainer", scripts, "--plain", "inductor")
@@ -70,7 +73,7 @@ def test_a_trainer_trains_the_same_under_inductor(scripts: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [thorough(name) if name in REPEATING else name for name in SCRIPTS])
 def test_a_trainer_trains_the_same_with_us_without_us_and_under_run(
     name: str, scripts: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ):

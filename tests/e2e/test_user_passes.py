@@ -13,6 +13,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitioner
 import autohete_fx
 from autohete_fx.passes import PassContext, Stage
 from tests.main_job import slow
+from tests.thorough import thorough
 
 aten = torch.ops.aten
 EAGER: dict[str, Any] = {"inner_backend": "eager", "profile": "analytic"}
@@ -135,7 +136,7 @@ def test_what_a_pass_changes_is_what_runs(point: str, options: dict[str, Any]):
 
 @pytest.mark.parametrize(
     ("point", "options"),
-    [("backward", EAGER), ("final", EAGER), slow("backward", INDUCTOR)],
+    [("backward", EAGER), ("final", EAGER), thorough("backward", INDUCTOR)],
 )
 def test_what_a_pass_changes_in_backward_is_what_runs(point: str, options: dict[str, Any]):
     first, second = losses({**options, "passes": {point: cos_to_exp}})

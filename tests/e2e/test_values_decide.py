@@ -13,6 +13,7 @@ from autohete_fx import Activations
 from autohete_fx.passes import PassContext
 from tests.main_job import slow
 from tests.references import copied
+from tests.thorough import thorough
 
 ROWS, WIDTH, STEPS = 2048, 64, 3
 
@@ -113,8 +114,8 @@ def train(kind: type[Stack], options: dict[str, Any] | None) -> tuple[list[Tenso
 
 
 CASES = [
-    slow(Stack, "inductor", 11.5),
-    slow(Branches, "inductor", 11.5),
+    thorough(Stack, "inductor", 11.5),
+    thorough(Branches, "inductor", 11.5),
     slow(First, "inductor", 11.5),
     (Positions, "eager", 12),
     slow(First, "eager", 12),

@@ -93,7 +93,7 @@ def test_costs_are_those_of_ranks_that_train(tmp_path: Path):
     assert asked["num_ranks"] == 2 and sum(cost["gathered_bytes"] for cost in asked["costs"]) == 4 * 128 * 128 * 4
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_few_layers_tell_the_cost_of_all(tmp_path: Path):
     model = read_model(config(tmp_path, num_hidden_layers=12), batch=2, seq=64, dtype=None)
     few = trace_model(model, OF_FOUR, Options(), 4)

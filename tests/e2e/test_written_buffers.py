@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import autohete_fx
 from autohete_fx import Activations, BlockDecision, Plan
 from tests.main_job import slow
+from tests.thorough import thorough
 from tests.training import assert_equal, copied
 
 WIDTH = 32
@@ -64,7 +65,7 @@ def trained(model: nn.Module) -> list[Tensor]:
         (Activations.OFFLOAD, "eager"),
         *(slow(activations, "eager") for activations in Activations if activations is not Activations.OFFLOAD),
         # KEEP and RECOMPUTE in turns: for Inductor, offloading is the one with copies, and SELECTIVE a part of the other.
-        slow(None, "inductor"),
+        thorough(None, "inductor"),
     ],
 )
 def test_backward_uses_what_forward_read(activations: Activations | None, inner: str):

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autohete_fx.profiler import CompiledCode, dry_run
 from autohete_fx.profiler.memory.scratch import _has_onednn_products, attention_scratch_bytes, workspace_bytes
 from autohete_fx.runtime.meter import MemoryMeter, device_live_bytes
+from tests.thorough import thorough
 
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -44,7 +45,7 @@ def scratch_of(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("threads", [1, thorough(2), 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_scratch_is_counted_as_it_is_taken(dtype: torch.dtype, threads: int) -> None:
     torch.set_num_threads(threads)

@@ -9,6 +9,7 @@ from autohete_fx.cluster.inputs.measurements import cluster_of, costs_of, read
 from autohete_fx.cluster.memory import memory_of_plan
 from autohete_fx.cluster.planner.baselines import BASELINES
 from autohete_fx.cluster.planner.solve import plan_cluster
+from tests.thorough import thorough
 
 MEASURED = Path(__file__).parents[2] / "examples" / "benchmarks" / "measured"
 
@@ -20,7 +21,7 @@ def asked(model: str, gpus: dict[str, int]):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["OPT-350", "GPT-Neo-2.7"])
+@pytest.mark.parametrize("model", ["OPT-350", thorough("GPT-Neo-2.7")])
 def test_baselines_fit_and_ours_is_not_slower(model):
     cluster, table = asked(model, {"A100-40": 8, "V100-16": 8})
     ours = plan_cluster(cluster, table, global_batch=128, time_limit_s=60).timeline.iteration_s

@@ -7,13 +7,13 @@ from autohete_fx.cluster.planner.shapes import shard_counts
 from autohete_fx.cluster.planner.solve import _few_units, plan_cluster
 from autohete_fx.cluster.simulation.events import Sends
 from autohete_fx.errors import ClusterError
-from tests.main_job import slow
+from tests.thorough import thorough
 from tests.unit.test_cluster_solve import cluster, costs
 
 
 @pytest.mark.parametrize(
     ("nodes", "added", "batch"),
-    [(["aaaaaaaa"], "aa", 3), (["aaaa"], "bb", 5), slow(["aaaa", "bb"], "bbbb", 7), (["aaaa"], "aaaaaaaa", 3)],
+    [(["aaaaaaaa"], "aa", 3), (["aaaa"], "bb", 5), thorough(["aaaa", "bb"], "bbbb", 7), (["aaaa"], "aaaaaaaa", 3)],
 )
 def test_a_node_more_makes_no_plan_slower(nodes: list[str], added: str, batch: int):
     """Gradients between nodes take longer than those within: what was best on the others is a plan still."""

@@ -18,6 +18,7 @@ from autohete_fx.cluster.simulation.events import Sends
 from autohete_fx.cluster.simulation.simulate import simulate
 from autohete_fx.cluster.spec import Cluster, Gpu, Joined, Node, steady_link
 from autohete_fx.errors import ClusterError
+from tests.thorough import thorough
 
 MEASURED = Path(__file__).parents[2] / "examples" / "benchmarks" / "measured"
 KINDS = ("first", *["layer"] * 6, "last")
@@ -312,7 +313,7 @@ def measured(scenario: str) -> tuple[Cluster, CostTable, list[dict]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", ["S1", "S4"])
+@pytest.mark.parametrize("scenario", ["S1", thorough("S4")])
 def test_published_plans_are_slower(scenario):
     given, table, rows = measured(scenario)
     network = read(MEASURED / "network.json")

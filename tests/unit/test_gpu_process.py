@@ -100,7 +100,7 @@ def test_a_row_that_was_being_written_is_left_out(started: Callable[[str], Any],
     process.end()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_systems_are_timed_in_turn_when_all_are_warm(benchmarks: Path, tmp_path: Path, caches: Path):
     """Of one that fails there is a reason, and the others go on."""
     path = tmp_path / "turns.json"

@@ -26,6 +26,7 @@ from autohete_fx.runtime.placement import Placement, place_param
 from autohete_fx.runtime.tiers.host import HostTier, open_tier
 from tests.main_job import slow
 from tests.optimizers import exact_copies, make_params, set_grads
+from tests.thorough import thorough
 
 MATRICES = ((40, 300), (300, 40), (64, 64), (1, 7), (33, 1), (257, 131))
 OTHERS = ((70001,), (5, 4, 3), ())
@@ -96,7 +97,7 @@ class Pair:
 @pytest.mark.parametrize("is_host", [True, False])
 @pytest.mark.parametrize("where", [Optimizer.DEVICE, *(slow(place) for place in PLACES[1:])], ids=str)
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, *(slow(dtype) for dtype in (torch.float64, torch.bfloat16, torch.float16))], ids=str
+    "dtype", [torch.float32, thorough(torch.float64), slow(torch.bfloat16), thorough(torch.float16)], ids=str
 )
 def test_steps_are_torchs_bit_by_bit(
     dtype: torch.dtype, where: Optimizer, is_host: bool, tier: HostTier, monkeypatch: pytest.MonkeyPatch

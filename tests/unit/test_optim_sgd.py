@@ -19,6 +19,7 @@ from autohete_fx.runtime.placement import Placement, place_param
 from autohete_fx.runtime.tiers.host import HostTier, is_home, open_tier
 from tests.main_job import slow
 from tests.optimizers import KINDS, assert_same, exact_copies, make_params, run, set_grads
+from tests.thorough import thorough
 
 SHAPES = ((33, 7), (5,), (), (200, 300))
 
@@ -36,8 +37,18 @@ def place(params: list[Parameter], where: Optimizer, tier: HostTier) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "AdamW"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [
+        *(pytest.param(torch.float32, name, id=f"torch.float32-{name}") for name in KINDS if name != "AdamW"),
+        pytest.param(torch.bfloat16, "momentum", id="torch.bfloat16-momentum"),
+        *(
+            thorough(torch.bfloat16, name, id=f"torch.bfloat16-{name}")
+            for name in KINDS
+            if name not in ("AdamW", "momentum")
+        ),
+    ],
+)
 def test_states_on_disk(dtype: torch.dtype, name: str, tier: HostTier, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where there are none."""
     monkeypatch.setattr(disk, "WINDOW_BYTES", 2**15)

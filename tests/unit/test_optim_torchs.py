@@ -23,10 +23,12 @@ PLACE_IDS = [f"params_{p.value}-states_{o.value}" for p, o in PLACES]
 
 
 def kinds_of(*dtypes: torch.dtype) -> Iterator[Any]:
-    """Every optimizer with every type. Each compiles a kernel for each type of 16 bits: those of AdamW in bfloat16 are quick."""
+    """Every optimizer with every type. Each compiles a kernel for each type of 16 bits: those of AdamW in bfloat16 are quick.
+    Those of others in float16 are thorough."""
     for name, dtype in itertools.product(KINDS, dtypes):
         is_quick = dtype in FULL or (name, dtype) == ("AdamW", torch.bfloat16)
-        yield pytest.param(name, dtype, id=f"{name}-{dtype}", marks=[] if is_quick else [pytest.mark.slow])
+        rest = pytest.mark.thorough if dtype is torch.float16 and name != "AdamW" else pytest.mark.slow
+        yield pytest.param(name, dtype, id=f"{name}-{dtype}", marks=[] if is_quick else [rest])
 
 
 @pytest.fixture

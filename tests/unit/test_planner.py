@@ -26,6 +26,7 @@ from autohete_fx.planner.model.simulate import simulate
 from autohete_fx.planner.model.work import Work, durations
 from autohete_fx.planner.solve import OPTIMAL_GAP, solve
 from tests.planner_problems import MACHINE, cost, problem
+from tests.thorough import thorough
 
 KEEP = BlockDecision()
 RECOMPUTE = BlockDecision(activations=Activations.RECOMPUTE)
@@ -134,7 +135,7 @@ def test_as_fast_plans_copy_as_little_as_they_can():
     assert sum(decision.params is Params.HOST for decision in plan.decisions) == min(enough)
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(96, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [24, thorough(96)])
 def test_many_identical_blocks_fit_prove_their_gap_and_are_decided_alike(count: int):
     many = problem([cost()] * count, device_budget_bytes=count * 60 + 900)
     plan = solve(many)
