@@ -35,10 +35,14 @@ LEGS: Sequence[Any] = (
 """Name, plan, and the node of each rank."""
 
 
-def trained(cases: Sequence[Any], root: str) -> dict[str, Any]:
+def trained(cases: Sequence[Any], root: str, num_jobs: int) -> dict[str, Any]:
     """`cluster_jobs.differences` of plans, `refusal`, and stages that our backend keeps within a budget."""
     unit.SMALLEST_COPY_BYTES = SMALLEST_BYTES
-    return {"differences": cluster_jobs.differences(cases), "refusal": refusal(), "within": within_budget(root)}
+    return {
+        "differences": cluster_jobs.differences(cases),
+        "refusal": refusal(),
+        "within": within_budget(root, num_jobs),
+    }
 
 
 def refusal() -> str:
@@ -51,17 +55,18 @@ def refusal() -> str:
     return ""
 
 
-def within_budget(root: str) -> list[dict[str, Any]]:
-    """A job whose shards do not all fit, and others that go on with its save: of another plan; of shards of parts, after jobs in
-    which two of the ranks had parts alone; and of those again after the process groups of all are gone."""
+def within_budget(root: str, num_jobs: int) -> list[dict[str, Any]]:
+    """The first of four jobs. The shards of one do not all fit, and others go on with its save: of another plan; of shards of
+    parts, after jobs in which two ranks had parts alone; and of those again after the process groups of all are gone."""
     placement.SMALLEST_COPY_BYTES = SMALLEST_BYTES
     found = []
-    for steps, rows, nodes, budget in (
+    jobs: Sequence[Any] = (
         (4, [[2, 3, [1, 3], 1, 2]], "aabb", 105_000),
         (6, [[2, 2, [3], 1, 2], [1, 2, [1, 3]]], "aabc", 158_000),
         (8, [[2, 3, [3], 2, 2]], "aaaa", 105_000),
         (10, [[2, 3, [3], 2, 2]], "aaaa", 10**6),
-    ):
+    )
+    for steps, rows, nodes, budget in jobs[:num_jobs]:
         torch._dynamo.reset()
         ours = {"memory_budget": budget, "inner_backend": "eager", "profile": "analytic", "solver_time_limit_s": 1}
         row = leg(root, rows, list(nodes), steps, {}, "autohete", ours, depth=2)

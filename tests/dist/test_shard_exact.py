@@ -40,7 +40,7 @@ def more_exactness() -> dict[str, float]:
     return {name: max(found[name].values(), default=0.0) for name in found}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_each_way_to_train_is_bitwise_and_clipping_within_rounding(tmp_path: Path):
     for found in ranks.run("tests.dist.test_shard_exact.more_exactness", tmp_path):
         bitwise = {"sgd", "adam", "momentum", "stateless", "inductor"}

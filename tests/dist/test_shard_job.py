@@ -1,5 +1,6 @@
 """Stages whose GPUs hold shards train as one process does, beside stages of other units too; other plans go on with their saves."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,34 +10,44 @@ from autohete_fx.cluster.plan import ClusterPlan
 from tests.dist.ranks import run
 from tests.dist.shard_jobs import LEGS, STEPS
 from tests.dist.test_cluster_job import EXACT, check, check_legs
+from tests.thorough import thorough
 
 
 def plans() -> list[Any]:
     """(micro-batch, micro-batches, last layers of stages, degree and shards of all stages or by stage) of each pipeline."""
     return [
         [(3, 2, [3], 1, 3), (1, 2, [3])],  # padded, beside a whole
-        [(2, 1, [3], 1, 2), (2, 2, [3], 1, 2)],
-        [(6, 2, [1, 3], 1, [1, 3])],  # unequal shards in a pipeline
         [(2, 2, [1, 3], [1, 2], [2, 1])],  # to parts
         [(2, 2, [3], 2, 2)],  # shards of parts
+    ]
+
+
+def further_plans() -> list[Any]:
+    return [
+        [(2, 1, [3], 1, 2), (2, 2, [3], 1, 2)],
+        [(6, 2, [1, 3], 1, [1, 3])],  # unequal shards in a pipeline
         [(2, 2, [3], 1, 2), (1, 2, [3], 2)],  # shards beside parts
     ]
 
 
-@pytest.mark.slow
-def test_stages_of_shards_train_as_one_process_does(tmp_path: Path):
-    """Ranks of other pasts compile one graph, too, whose collectives do not go over process groups of an earlier job."""
+@pytest.mark.parametrize(
+    ("rows_of", "num_jobs"),
+    [pytest.param(plans, 2, id="plans", marks=pytest.mark.slow), thorough(further_plans, 4, id="further plans")],
+)
+def test_stages_of_shards_train_as_one_process_does(rows_of: Callable[[], list[Any]], num_jobs: int, tmp_path: Path):
+    """Of four jobs, ranks of other pasts compile one graph, too, whose collectives do not go over process groups of an earlier
+    job."""
     cases: list[Any] = [
-        (2, index % 2 == 0, rows, "eager", "1f1b" if index != 2 else "gpipe", "torch", 3)
-        for index, rows in enumerate(plans())
+        (2, index % 2 == 0, rows, "eager", "1f1b" if index != 1 else "gpipe", "torch", 3)
+        for index, rows in enumerate(rows_of())
     ]
     root = tmp_path / "root"
     root.mkdir()
-    found = run("tests.dist.shard_jobs.trained", tmp_path, cases, str(root), num_ranks=4)
+    found = run("tests.dist.shard_jobs.trained", tmp_path, cases, str(root), num_jobs, num_ranks=4)
     check([rank["differences"] for rank in found], cases)
     for rank in found:
         assert "a stage of 2 shards, and the job has no backend" in rank["refusal"]
-        for row, first in zip(rank["within"], (0, 4, 6, 8), strict=True):
+        for row, first in zip(rank["within"], (0, 4, 6, 8)[:num_jobs], strict=True):
             assert row.get("first") == first, row
             assert max(row[key] for key in ("loss", "weights", "states")) < EXACT
             assert row["peaks"] and row["peaks"][-1] <= row["given"]

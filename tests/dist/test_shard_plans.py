@@ -244,7 +244,7 @@ def peaks() -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_sharded_step_keeps_its_budget_and_takes_what_was_predicted(tmp_path: Path):
     both = ranks.run("tests.dist.test_shard_plans.peaks", tmp_path)
     planned = [[(each["plan"], each["decided"]) for each in found.values()] for found in both]

@@ -18,8 +18,6 @@ def plans() -> list[Any]:
         [(2, 2, [4], 2), (3, 2, [4]), (2, 3, [4])],  # two degrees
         [(1, 2, [4], 2), (1, 3, [1, 4])],  # of unequal depth and micro-batches
         [(1, 4, [0, 2, 4], [1, 2, 1])],  # two degrees in a pipeline
-        [(2, 1, [4], 2), (1, 2, [4], 2)],
-        [(2, 2, [2, 4], [1, 2]), (1, 2, [4])],
     ]
 
 
@@ -31,7 +29,6 @@ def test_stages_of_several_gpus_train_as_one_process_does(tmp_path: Path):
     ]
     # A transformers model, whose tied weight is in stages of both degrees.
     cases.append((0, True, [(1, 2, [1, 3], [2, 1]), (2, 1, [3])], None, "1f1b", "torch"))
-    cases.append((2, True, [(2, 2, [3], 2), (1, 2, [3])], "aot_eager", "1f1b", "torch"))
     root = tmp_path / "root"
     root.mkdir()
     found = run("tests.dist.tensor_parallel_jobs.trained", tmp_path, cases, str(root), num_ranks=4)
@@ -47,6 +44,16 @@ def test_stages_of_several_gpus_train_as_one_process_does(tmp_path: Path):
     assert any("host" in rank["within"][0]["states at"] for rank in found)
     # With room, sums start within the last backward, where several GPUs share layers after the step that compares gradients.
     assert [rank["within"][1]["early"] for rank in found] == [[0, 2, 2], [0, 2, 2], [3, 3, 3], []]
+
+
+@pytest.mark.thorough
+def test_they_do_in_further_plans_and_by_a_backend_of_pytorch(tmp_path: Path):
+    cases: list[Any] = [
+        (DEPTH, False, [(2, 1, [4], 2), (1, 2, [4], 2)], None, "gpipe", "torch"),
+        (DEPTH, True, [(2, 2, [2, 4], [1, 2]), (1, 2, [4])], None, "1f1b", "torch"),
+        (2, True, [(2, 2, [3], 2), (1, 2, [3])], "aot_eager", "1f1b", "torch"),
+    ]
+    check(run("tests.dist.cluster_jobs.differences", tmp_path, cases, num_ranks=4), cases)
 
 
 @pytest.mark.slow

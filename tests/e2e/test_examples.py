@@ -26,6 +26,7 @@ def test_inspecting_shows_a_plan_at_half_the_memory():
     assert re.search(r"autohete\.\w+\.default\(.*# block \d+, \w+, lane (h2d|d2h), priority \d+", text)
 
 
+@pytest.mark.thorough
 def test_passes_compose_both_ways_with_one_loss():
     text = output_of("compose_passes.py")
     losses = re.findall(r"loss ([\d.]+)", text)
@@ -60,6 +61,7 @@ def test_two_processes_train_the_demo_within_their_budgets(demo: list[str]):
     assert max(peaks) <= budget and "what the model writes" in finished.stdout
 
 
+@pytest.mark.thorough
 def test_the_gpu_suite_runs_dry_and_a_system_that_dies_loses_nothing_else(tmp_path: Path, caches: Path):
     (tmp_path / "torchao").mkdir()
     (tmp_path / "torchao" / "__init__.py").write_text("import os\nos._exit(7)\n")

@@ -10,6 +10,7 @@ import autohete_fx
 from autohete_fx.compiler import running
 from tests.main_job import slow
 from tests.references import copied
+from tests.thorough import thorough
 from tests.training import PLANS, Sizes, assert_equal, batch, make
 
 STEPS = 3
@@ -57,7 +58,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, how: str) -> list[
 
 CASES = [
     ("mixed", "eager", "retain_graph"),
-    slow("keep", "inductor", "again and again"),
+    thorough("keep", "inductor", "again and again"),
     slow("streamed", "eager", "create_graph"),
     slow("selective", "eager", "again and again"),
     slow("offload", "eager", "retain_graph"),

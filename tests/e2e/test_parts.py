@@ -13,6 +13,7 @@ from autohete_fx.errors import InfeasiblePlanError
 from autohete_fx.runtime.meter import device_live_bytes
 from tests import training as job
 from tests.broken import ROWS, WIDTH, Block, budgeted, plainly, trained
+from tests.thorough import thorough
 
 OPTIONS = {"inner_backend": "eager", "profile": "analytic", "solver_time_limit_s": 1}
 SLOW = pytest.mark.slow
@@ -154,7 +155,7 @@ class Whole(nn.Module):
 
 
 @SLOW
-@pytest.mark.parametrize("is_step", [False, True])
+@pytest.mark.parametrize("is_step", [thorough(False), True])
 def test_backward_passes_within_a_call_hold_activations_one_after_the_other(is_step: bool):
     model = made(Whole)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

@@ -26,7 +26,6 @@ from autohete_fx.compiler.captured import CapturedGraph
 from autohete_fx.profiler import CompiledCode, StepTrace, dry_run, measured, trace_step
 from autohete_fx.profiler.timed_graph import TimedGraph
 from autohete_fx.runtime.meter import peak_of
-from tests.thorough import thorough
 
 BATCH, TOKENS, WIDTH, HEADS, VOCAB = 4, 128, 256, 4, 512
 
@@ -197,8 +196,8 @@ def run_node_by_node(gm: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Cal
     return run
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [lambda: GPT(depth=1), thorough(llama)], ids=["gpt_attention_by_hand", "llama"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("make", [lambda: GPT(depth=1), llama], ids=["gpt_attention_by_hand", "llama"])
 def test_the_peak_of_compiled_code_is_known_before_it_runs(make: Callable[[], nn.Module]) -> None:
     """Of one layer. What keeps everything is in the test below, and several layers are in test_main_job.py, within a budget."""
     trace, dry, found = measure(make(), recompute=True, inner_backend="inductor")

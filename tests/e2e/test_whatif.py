@@ -110,7 +110,7 @@ def test_a_few_layers_tell_the_cost_of_all(tmp_path: Path):
         assert figures == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_few_layers_with_dropout_tell_the_cost_of_all_but_for_half_a_percent(tmp_path: Path):
     """Kernels that draw are fused over layers: seconds of single layers differ, their sums do not."""
     gpt = {"model_type": "gpt2", "n_embd": 256, "n_head": 4, "n_layer": 9, "vocab_size": 512}
