@@ -27,6 +27,7 @@ from autohete_fx.internals.tensors import current_graph_task_id
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.optim.owners import num_changes, optimizer_of
 from autohete_fx.options import Options
+from autohete_fx.runtime.between import Taken
 from autohete_fx.runtime.pending import calls
 
 log = logging.getLogger(__name__)
@@ -87,9 +88,10 @@ class Assumptions:
         """Whether code outside of the graph takes more than the plan has room for."""
         return any(now > planned for now, planned in zip(self._outside_bytes(), self.outside_bytes, strict=True))
 
-    def _outside_bytes(self) -> tuple[int, int]:
+    def _outside_bytes(self) -> tuple[int, ...]:
         """Between forward and backward, and of outputs that live on."""
-        return self.model.outside_bytes.get(self._origin, 0), self.model.kept_bytes.get(self._origin, 0)
+        outside = self.model.outside.get(self._origin, Taken())
+        return outside.peak_bytes, outside.held_bytes, self.model.kept_bytes.get(self._origin, 0)
 
     def missing_bytes(self, params: Mapping[str, torch.nn.Parameter]) -> int:
         """How many bytes of optimizer states there will be on the device beyond those that the plan counts."""

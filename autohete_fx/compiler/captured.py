@@ -53,6 +53,7 @@ from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
 from autohete_fx.profiler import ParamInfo
 from autohete_fx.runtime.announced import listener_of
+from autohete_fx.runtime.between import Taken
 from autohete_fx.runtime.pending import calls, unplanned
 from autohete_fx.runtime.placement import is_movable, keep_in_place, placement_of
 from autohete_fx.runtime.tiers.host import is_home
@@ -72,7 +73,7 @@ class CapturedGraph:
         others_bytes: device bytes that other training graphs of the model hold while this one runs.
         unread: parameters and buffers that no graph reads which is known yet.
         unread_so_far_bytes: of these, on the device, with gradients and states of those that eager code trains.
-        outside_bytes: what code outside of the graph takes between its forward and its backward, where that was seen not to fit.
+        outside: what code outside of the graph takes between its forward and its backward, where that was seen not to fit.
         kept_bytes: likewise, outputs of the graph that live on after its backward.
         listening_bytes: device bytes that those take who wait for gradients.
         trained_bytes: of optimizer states and gradients on the device, where the model is being trained or has them.
@@ -131,7 +132,7 @@ class CapturedGraph:
         self.unread_so_far_bytes = unread_bytes(self.unread, self.device.type) + model.shares.eager_bytes
         self.kept_bytes = model.kept_bytes.get(self.origin, 0) if torch.is_grad_enabled() else 0
         self.listening_bytes = _listening_bytes(self.params.values())
-        self.outside_bytes = model.outside_bytes.get(self.origin, 0) if torch.is_grad_enabled() else 0
+        self.outside = model.outside.get(self.origin, Taken()) if torch.is_grad_enabled() else Taken()
         self._may_be_followed = self._may_follow()
         self.trained_bytes = (trained_bytes if model.is_placed else kept_bytes)(self.params.values())
         self.frozen_bytes = kept_bytes(param for param in self.params.values() if not param.requires_grad)
@@ -205,7 +206,7 @@ class CapturedGraph:
             tuple(self._placement_text(name) for name in sorted(self.params)),
             self.others_bytes,
             self.unread_so_far_bytes,
-            (self.outside_bytes, self.kept_bytes),
+            (*dataclasses.astuple(self.outside), self.kept_bytes),
             self.frozen_bytes if torch.is_grad_enabled() else self.trained_bytes,
             (
                 self.crowding_bytes,
@@ -294,10 +295,9 @@ class CapturedGraph:
             + (self.bucket_bytes or 0)
             + ((averaging_bytes(self.params.values()) + self.listening_bytes + self.kept_bytes) if training else 0),
         )
-        outside_bytes = self.outside_bytes if training else 0
         problem = make_problem(
             blocks,
-            with_outside(profile.costs, outside_bytes),
+            with_outside(profile.costs, self.outside if training else Taken()),
             self.machine,
             self.options,
             limits,
@@ -311,7 +311,7 @@ class CapturedGraph:
             ],
         )
         if training:
-            problem = saying_outside(problem, outside_bytes, self.kept_bytes)
+            problem = saying_outside(problem, self.outside.peak_bytes, self.kept_bytes)
         if self.sharded:
             problem = leaving_parameters(problem)
         return problem if self.bucket_bytes is None else reducing_after_backward(problem)

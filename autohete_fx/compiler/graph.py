@@ -271,7 +271,7 @@ class GraphCompiler:
         if planned is None or compilation is None or not codes or codes[0] is None or codes[-1] is None:
             return 0
         backward = codes[1] if compilation.training else None
-        outputs, device, outside = planned.contexts[0].num_outputs, captured.device.type, captured.outside_bytes
+        outputs, device, outside = planned.contexts[0].num_outputs, captured.device.type, captured.outside.peak_bytes
         peak = dry_run(codes[0], backward, outputs, device_type=device, outside_bytes=outside)
         if peak is None:
             self._refuse_unjudged()

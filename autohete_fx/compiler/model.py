@@ -27,7 +27,7 @@ from autohete_fx.internals.compiled_code import forget_compiled
 from autohete_fx.machine.budgets import host_budget_bytes
 from autohete_fx.optim.owners import optimizer_of
 from autohete_fx.options import Options
-from autohete_fx.runtime.between import Between
+from autohete_fx.runtime.between import Between, Taken
 from autohete_fx.runtime.held import held
 from autohete_fx.runtime.pending import calls
 from autohete_fx.runtime.session import Session, is_live
@@ -63,7 +63,7 @@ class Model:
         seen: of its steps, by this process.
         is_shared: whether other ranks run its graphs, too.
         is_outdated: whether these and this one have agreed that it is to be planned again.
-        outside_bytes: by graph, what code outside takes between its forward and its backward, where a plan had no room for it.
+        outside: by graph, what code outside takes between its forward and its backward, where a plan had no room for it.
         kept_bytes: by graph, what outputs take that live on after its backward, where a plan had no room for them.
         between: measures what is outside.
         codes: of the functions that its graphs were compiled of.
@@ -81,7 +81,7 @@ class Model:
     seen: Seen = field(default_factory=Seen)
     is_shared: bool = False
     is_outdated: bool = False
-    outside_bytes: dict[Origin, int] = field(default_factory=dict)
+    outside: dict[Origin, Taken] = field(default_factory=dict)
     kept_bytes: dict[Origin, int] = field(default_factory=dict)
     between: Between = field(default_factory=Between)
     codes: dict[Origin, CodeType] = field(default_factory=dict)

@@ -210,8 +210,9 @@ def _refuse_call(
             what += (
                 f", with {eager} of gradients and optimizer states of parameters that eager code reads between graphs"
             )
+        advice = advice_of(compilation.unsettled, *(other.problem for other in model.shares.unsettled.values()))
         enough = Budget(device_bytes=budget).enough_for(needed)
-        refusal = too_small(budget, enough, what, advice=advice_of(compilation.unsettled))
+        refusal = too_small(budget, enough, what, advice=advice)
         raise dynamo.surfacing(broken_up(refusal, model.shares.graph_breaks))
 
 
@@ -254,6 +255,7 @@ def _adding(
             gradients, model = guarded(compiled, node, *args), reference()
         if clock is not None:
             clock.end_pass("backward", begin_s)
+        outside.end_backward()
         assert model is not None and isinstance(gradients, list | tuple)
         if (run := node.metadata.get(_RUN)) is not None:
             model.seen.in_flight = max(model.seen.in_flight, model.shares.note_backward(run))

@@ -202,7 +202,7 @@ class TrainingPlanner:
         needed = max(made.plan.peak_bytes, together.peak_beside(made.plan.decisions, least))
         if needed > budget.device_bytes - budget.withheld_bytes:
             what = f"The plans that take least need {format_bytes(needed)}"
-            advice = advice_of(made.problem)
+            advice = advice_of(made.problem, *(other.problem for other in together.others.values()))
             raise too_small(budget.device_bytes, budget.enough_for(needed), what, advice=advice)
         return made
 
@@ -322,7 +322,7 @@ class TrainingPlanner:
 
     def _peak_of(self, trace: StepTrace) -> int:
         """Peak of a pair's intermediates, with what code outside takes between them."""
-        return max(trace.peak_bytes, trace.forward.end_bytes + self.captured.outside_bytes)
+        return max(trace.peak_bytes, trace.forward.end_bytes + self.captured.outside.peak_bytes)
 
     def _traced(
         self, split: rewriting.Partitioned, contexts: tuple[PassContext, PassContext] | None = None

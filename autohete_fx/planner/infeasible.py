@@ -117,9 +117,12 @@ def _later(deadline: float) -> float:
     return max(deadline, time.monotonic() + _LEAST_S)
 
 
-def advice_of(problem: Problem) -> str:
-    """The end of an error's last sentence: what else may be decided if the user wants so, and what stands in its way."""
-    obstacles = dict(problem.obstacles)
+def advice_of(problem: Problem, *others: Problem) -> str:
+    """The end of an error's last sentence: what else may be decided if the user wants so, and what stands in its way.
+
+    ``others`` are the problems of other graphs of its call.
+    """
+    obstacles = {word: what for each in (*others, problem) for word, what in each.obstacles}
     disallowed = ", ".join(word for word in _disallowed(problem) if word not in obstacles)
     return (f"; or allow {disallowed}" if disallowed else "") + "".join(
         f". {what}" for what in obstacles.values() if what

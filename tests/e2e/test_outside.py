@@ -21,22 +21,53 @@ FIRST = 2
 """The first step that is planned for what the one before it was seen to take."""
 
 
-class Tagger(nn.Module):
-    """A model that returns large logits."""
+class Buffered(torch.autograd.Function):
+    """Takes a large buffer in either pass, as the fused loss of a trainer does."""
 
-    def __init__(self, broken: bool) -> None:
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        torch.empty(2**21)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        torch.empty(2**21)
+        return grad * 2
+
+
+def sines(x: Tensor) -> Tensor:
+    """Keeps activations for its backward."""
+    for _ in range(64):
+        x = x.sin()
+    return x
+
+
+BETWEEN = {
+    "buffer": torch.compiler.disable(lambda x: Buffered.apply(x)),
+    "activations": torch.compiler.disable(sines),
+}
+"""Eager code between two graphs of a model."""
+
+
+class Tagger(nn.Module):
+    """A model that returns large logits, or has large eager code between its graphs."""
+
+    def __init__(self, broken: bool, between: str = "") -> None:
         super().__init__()
-        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.between, self.words = between, 64 if between else WORDS
+        self.embedding = nn.Embedding(self.words, WIDTH)
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 256), nn.GELU(), nn.Linear(256, WIDTH), nn.Dropout(0.1)) for _ in range(3)
         )
-        self.head = nn.Linear(WIDTH, WORDS)
+        self.head = nn.Linear(WIDTH, self.words)
         self.broken = broken
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.embedding(words)
         for layer in self.layers:
             x = x + layer(x)
+        if self.between:
+            x = BETWEEN[self.between](x)
         if self.broken:
             torch._dynamo.graph_break()
         return self.head(x)
@@ -47,12 +78,14 @@ class Job:
     """How a tagger is trained.
 
     Attributes:
+        between: the eager code between its graphs.
         keeps: whether the logits of a step live on in the next one.
         micro_batches: passes of a step.
         retains: whether a backward keeps its graph.
     """
 
     broken: bool = False
+    between: str = ""
     keeps: bool = False
     micro_batches: int = 1
     retains: bool = False
@@ -64,7 +97,7 @@ class Job:
         gc.collect()
         foreign_bytes = device_live_bytes("cpu")
         torch.manual_seed(0)
-        model = Tagger(self.broken)
+        model = Tagger(self.broken, self.between)
         optimizer: Any = ReferenceAdamW(model, frozenset()) if budget is None else adamw(model)
         if budget is not None:
             model.compile(
@@ -76,7 +109,7 @@ class Job:
             with autohete_fx.MemoryMeter("cpu") as meter:
                 for micro_batch in range(self.micro_batches):
                     torch.manual_seed(10 * step + micro_batch)
-                    words = torch.randint(WORDS, (512,))
+                    words = torch.randint(model.words, (512,))
                     logits = model(words) if self.keeps else None
                     loss = F.cross_entropy(model(words) if logits is None else logits, words.roll(1))
                     loss.backward(retain_graph=self.retains)
@@ -124,6 +157,37 @@ def test_a_loss_of_large_logits_is_told_once_and_planned_for(job: Job, caplog: p
     predicted = max(compilation.plan.peak_bytes for compilation in graphs)
     assert max(peaks[FIRST:]) == pytest.approx(predicted, rel=0.02)
     training.assert_equal(found, expected, bitwise=True)
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_eager_code_between_graphs_is_told_once_and_planned_for(between: str, caplog: pytest.LogCaptureFixture):
+    """In forward and in backward; its activations stay while later graphs run."""
+    training.warm_up("cpu")
+    job = Job(between=between)
+    expected, _ = job.run(None)
+    _, peaks = job.run("1GiB")
+    assert told(caplog) == []
+    budget = int(0.96 * max(peaks[1:]))
+    found, peaks = job.run(budget)
+    (message,) = told(caplog)
+    assert "8.00 MiB between its forward and its backward" in message
+    assert max(peaks[:FIRST]) > budget >= max(peaks[FIRST + 1 :])
+    predicted = max(compilation.plan.peak_bytes for compilation in autohete_fx.compilations()[-2:])
+    assert max(peaks[FIRST + 1 :]) == pytest.approx(predicted, rel=0.02)
+    training.assert_equal(found, expected, bitwise=True)
+
+
+def test_a_budget_that_eager_code_does_not_fit_into_is_refused(caplog: pytest.LogCaptureFixture):
+    training.warm_up("cpu")
+    job = Job(between="buffer")
+    with pytest.raises(
+        autohete_fx.InfeasiblePlanError, match=r"Code outside of the compiled model takes 8\.0"
+    ) as refused:
+        job.run(least_budget(job.run) + 2**19)
+    enough = refused.value.smallest_budget_bytes
+    assert enough is not None
+    _, peaks = job.run(enough)
+    assert max(peaks[FIRST + 1 :]) <= enough
 
 
 def test_a_budget_that_the_loss_does_not_fit_into_is_refused_with_one_that_works(caplog: pytest.LogCaptureFixture):
