@@ -114,7 +114,7 @@ def test_the_module_that_the_loop_calls_is_compiled(make: Callable[[], Any], com
     assert run.trained[0].compiled.endswith(compiled)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:`torch.jit.trace` is deprecated:FutureWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:`torch.jit.trace:FutureWarning")
 @pytest.mark.parametrize("make", [Inner, lambda: of_pytorch()[1].__closure__[0].cell_contents], ids=["own", "torchs"])
 def test_torchscript_traces_what_was_compiled(make: Callable[[], nn.Module]):
     with Watched(OPTIONS, only_same_kernels=False) as run:
