@@ -190,7 +190,7 @@ def _compiled(source: bytes, file: str) -> CodeType:
     try:
         return compile(source, file, "exec", dont_inherit=True)
     except SyntaxError as error:
-        sys.excepthook(SyntaxError, error, None)
+        sys.excepthook(SyntaxError, error.with_traceback(None), None)  # the frame would be ours
         raise SystemExit(1) from None
 
 

@@ -204,11 +204,14 @@ def test_a_list_may_have_one_value_and_a_size_looks_like_itself():
     assert parsed_options(["plan=7", "host_budget=1e9"]) == {"plan": "7", "host_budget": "1e9"}
 
 
-def test_a_program_that_does_not_parse_is_told_as_by_python(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("source", [b"x = (\n", b"# coding: none\n", b"x = '\xff'\n"])
+def test_a_program_that_does_not_parse_is_told_as_by_python(
+    source: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     path = tmp_path / "broken.py"
-    path.write_text("x = (\n")
+    path.write_bytes(source)
     assert run(str(path)) == 1
-    assert f'File "{path}", line 1' in capsys.readouterr().err
+    assert capsys.readouterr().err.startswith(f'  File "{path}", line ')
 
 
 def test_a_program_that_trains_is_reported(
