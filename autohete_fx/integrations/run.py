@@ -55,7 +55,7 @@ def run(
     owns_process: bool = False,
 ) -> int:
     """Run a script, or a module by its name, and print the report. Returns the exit status of a program that ended by itself or by
-    an exception; ``SystemExit`` goes through.
+    an exception; ``SystemExit`` goes through, and ``KeyboardInterrupt`` when it is printed.
 
     Args:
         target: path of the script, or name of the module.
@@ -77,7 +77,11 @@ def run(
         ending.enter_context(watched)
         if owns_process:  # then threads may train until the interpreter has waited for them
             atexit.register(ending.close)
-            return _status(program)
+            try:
+                return _status(program)
+            except KeyboardInterrupt:  # of which Python dies by the signal, as shells expect; it is printed already
+                sys.excepthook = lambda *_: None
+                raise
         with ending:
             return _status(program)
 
@@ -99,7 +103,9 @@ def _status(program: Program) -> int:
     except BaseException as error:
         error.__traceback__ = _from(program.code, error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return 1
 
 
 def report(trained: Sequence[Trained], options: Mapping[str, object], compiled: Sequence[Compilation]) -> str:

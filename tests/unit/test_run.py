@@ -2,6 +2,7 @@
 
 import io
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -33,12 +34,12 @@ main()
 
 
 def run(*arguments: str) -> object:
-    """The exit status, as `SystemExit` has it."""
+    """The exit status, as `SystemExit` has it, or -2 where an interrupt goes through."""
     before = (list(sys.path), sys.argv, sys.modules["__main__"], torch.optim.AdamW.__init__, sys.excepthook)
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:
         cli.main(["run", *arguments])
     assert before == (list(sys.path), sys.argv, sys.modules["__main__"], torch.optim.AdamW.__init__, sys.excepthook)
-    return ended.value.code
+    return ended.value.code if isinstance(ended.value, SystemExit) else -signal.SIGINT
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,7 @@ def program(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("what", "status"),
-    [("go", 0), ("exit", None), ("exit3", 3), ("exit text", "a text"), ("raise", 1), ("interrupt", 130)],
+    [("go", 0), ("exit", None), ("exit3", 3), ("exit text", "a text"), ("raise", 1), ("interrupt", -2)],
 )
 def test_a_program_ends_as_it_would_by_python(
     what: str, status: object, program: Path, capsys: pytest.CaptureFixture[str]
@@ -185,16 +186,29 @@ sys.exit(5)
 """
 
 
+def process(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "autohete_fx", "run", "--budget", "1GiB", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
 @pytest.mark.slow
 def test_its_threads_and_what_it_left_for_the_exit_find_what_they_know(tmp_path: Path):
     path = tmp_path / "program.py"
     path.write_text(ENDINGS)
-    command = [sys.executable, "-m", "autohete_fx", "run", "--budget", "1GiB", str(path), str(tmp_path / "out")]
-    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
-    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    ended = process(str(path), str(tmp_path / "out"))
     assert ended.returncode == 5 and "Traceback" not in ended.stderr
     assert "torch.optim.SGD of 1 parameter" in ended.stderr
     assert f"at exit True {[str(tmp_path / 'out')]}" in ended.stderr.splitlines()
+
+
+@pytest.mark.slow
+def test_a_program_that_is_interrupted_dies_of_the_signal_after_the_report(program: Path):
+    """Or a shell's loop would go on with the next one."""
+    ended = process(str(program), "interrupt")
+    assert ended.returncode == -signal.SIGINT and ended.stdout.startswith("['interrupt']")
+    assert ended.stderr.count("Traceback") == 1 and "autohete_fx/" not in ended.stderr
+    assert ended.stderr.endswith("no optimizer was made in this process: nothing was compiled or replaced\n")
 
 
 def test_a_list_may_have_one_value_and_a_size_looks_like_itself():
