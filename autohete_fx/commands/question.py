@@ -82,8 +82,8 @@ def check(parsed: argparse.Namespace) -> None:
         _take_seq(parsed)
     _refuse(parsed, _IN_SWEEPS)
     for option, path in (("--plot", parsed.plot), ("--save", parsed.save)):
-        if path and why_unwritable(path):  # said now, not when all is solved
-            raise OptionError(f"cannot write {path!r}; give {option} a file in a directory that exists")
+        if path and (why := why_unwritable(path)):  # said now, not when all is solved
+            raise OptionError(f"cannot write {path!r}: {why}; give {option} a file that can be written")
     if parsed.plot:
         require_matplotlib()
     _refuse(parsed, _WITH_SCIP)

@@ -235,7 +235,7 @@ def test_what_cannot_be_planned_is_one_line_with_status_2(
         ([model, *a100, "--plot", "x.png"], "give --sweep budget too"),
         ([model, *a100, "--points", "3"], "give --sweep budget too"),
         ([model, *a100, "--budget", ""], "'' is not a size"),
-        ([model, *a100, "--sweep", "budget", "--plot", "absent/x.png"], "cannot write 'absent/x.png'; give --plot"),
+        ([model, *a100, "--sweep", "budget", "--plot", "absent/x.png"], "cannot write 'absent/x.png': its"),
         ([model, *a100, "--sweep", "budget", "--save", "x.json"], "leave one of the two out"),
         ([model, *a100, "--sweep", "budget", "--explain"], "--explain explains one plan"),
         ([model, *a100, "--save", str(tmp_path)], "cannot write"),

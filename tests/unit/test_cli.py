@@ -93,6 +93,13 @@ def test_a_cluster_without_gpus_is_refused(capsys: pytest.CaptureFixture[str]):
     assert "Expected were GPUs, such as 8xA100-40G" in shown.err and shown.err.count("\n") == 1
 
 
+def test_a_plan_says_why_it_cannot_be_saved_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    for path, reason in ((tmp_path, "it is a directory"), (tmp_path / "absent" / "x.json", "its directory does not")):
+        assert cli.main(["plan", "gpt2", "--device", "h100", "--save", str(path)]) == 2
+        shown = capsys.readouterr()
+        assert f"cannot write {str(path)!r}: {reason}" in shown.err and shown.err.count("\n") == 1
+
+
 def test_a_budget_that_the_device_has_not_is_refused_before_anything_is_traced(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["plan", "gpt2", "--device", "rtx-4090", "--budget", "200GiB"]) == 2
     shown = capsys.readouterr()
