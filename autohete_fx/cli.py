@@ -14,13 +14,15 @@ from typing import TypeAlias
 
 from autohete_fx import __version__
 from autohete_fx.arguments import EXPLAIN, add_plan
-from autohete_fx.errors import AutoHeteError, ReportError
+from autohete_fx.errors import AutoHeteError, OptionError, ReportError
 from autohete_fx.integrations.command import add_run, run_program
 from autohete_fx.report.coloured import show_text
 
 __all__ = ["command", "main"]
 
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+_NAMES = ("save", "plot", "machine", "cluster", "given", "costs", "offload_dir", "leave")
+"""Options of the subcommands that name something."""
 
 
 class _Version(argparse.Action):
@@ -55,6 +57,7 @@ def main(arguments: Sequence[str] | None = None, *, owns_process: bool = False) 
     parsed = parser.parse_args(arguments)
     parsed.owns_process = owns_process
     try:
+        _refuse_empty(parsed)
         text = parsed.run(parsed)
     except AutoHeteError as error:
         print(f"autohete: {error}", file=sys.stderr)
@@ -62,6 +65,15 @@ def main(arguments: Sequence[str] | None = None, *, owns_process: bool = False) 
     if text:
         show_text(text)
     return 0
+
+
+def _refuse_empty(parsed: argparse.Namespace) -> None:
+    """Raise OptionError for a name without a letter, as of a variable that a shell does not know."""
+    for name in _NAMES:
+        value = getattr(parsed, name, None)
+        if "" in (value if isinstance(value, list) else [value]):
+            option = f"--{name.replace('_', '-')}"
+            raise OptionError(f"{option} '' was given. Expected was a name or a path. Give one, or leave {option} out")
 
 
 def command() -> int:

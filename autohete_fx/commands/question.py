@@ -71,10 +71,6 @@ def is_file(model: str) -> bool:
 
 def check(parsed: argparse.Namespace) -> None:
     """Raise OptionError where options do not go together, or ClusterError for a wrong cluster, before anything is traced."""
-    if parsed.cluster == "":
-        raise OptionError(
-            "--cluster '' was given. Expected were GPUs, such as 8xA100-40G,4xH20, or a JSON file. Name them"
-        )
     _refuse(parsed, _ELSEWHERE)
     if parsed.given:
         _take_batch(parsed)

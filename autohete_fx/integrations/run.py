@@ -13,7 +13,7 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, TracebackType
@@ -91,7 +91,8 @@ def _tell(watched: Watched, options: Mapping[str, object], earlier: Sequence[Com
     if os.getpid() == process and os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(Exception):  # the program may have closed it
             sys.stdout.flush()
-        print(report(watched.trained, options, _since(earlier)), file=sys.stderr, flush=True)
+        text = report(watched.trained, options, _since(earlier), watched.unmatched)
+        print(text, file=sys.stderr, flush=True)
 
 
 def _status(program: Program) -> int:
@@ -108,8 +109,14 @@ def _status(program: Program) -> int:
         return 1
 
 
-def report(trained: Sequence[Trained], options: Mapping[str, object], compiled: Sequence[Compilation]) -> str:
-    """The words about a run: a line a decision, and the training graphs as predicted and as measured."""
+def report(
+    trained: Sequence[Trained],
+    options: Mapping[str, object],
+    compiled: Sequence[Compilation],
+    unmatched: Collection[str] = (),
+) -> str:
+    """The words about a run: a line a decision, and the training graphs as predicted and as measured. ``unmatched``: names that
+    were to be left, and of which there was nothing."""
     given = ", ".join(f"{name}={value}" for name, value in options.items()) or "no options"
     lines = [f"autohete run: {given}"]
     if not trained:
@@ -123,6 +130,8 @@ def report(trained: Sequence[Trained], options: Mapping[str, object], compiled: 
         lines.append(
             f"    model: compiled {note.compiled}" if note.compiled else f"    model: not compiled, {note.uncompiled}"
         )
+    for name in sorted(unmatched):
+        lines.append(f"  --leave {name} was given, but no module of that class holds all parameters of an optimizer")
     for compilation in compiled:
         lines += ["", *(f"  note: {note}" for note in compilation.notes), compilation.comparison_table()]
     return "\n".join(lines)

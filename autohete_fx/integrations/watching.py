@@ -57,13 +57,14 @@ class Watched:
 
     Attributes:
         trained: a note for each optimizer, in the order in which they were made.
+        unmatched: of ``left``, those that no module has had which holds all parameters of an optimizer.
     """
 
     def __init__(self, options: Mapping[str, object], *, only_same_kernels: bool, left: Collection[str] = ()) -> None:
         self.trained: list[Trained] = []
         self._options = dict(options)
         self._only_same_kernels = only_same_kernels
-        self._left = left
+        self._left, self.unmatched = left, set(left)
         self._compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._waiting: weakref.WeakKeyDictionary[nn.Module, Callable[..., Any]] = weakref.WeakKeyDictionary()
         self._constructors: list[tuple[type, Callable[..., None]]] = []
@@ -109,6 +110,7 @@ class Watched:
         )
         self.trained.append(note)
         holders = roots.holders_of(params)
+        self.unmatched -= {type(module).__name__ for module in holders}
         note.holders = [(roots.name_of(module), weakref.ref(module)) for module in holders]
         if any(module in self._compiled for module in holders):
             note.compiled = next(roots.name_of(module) for module in holders if module in self._compiled)

@@ -87,10 +87,23 @@ def test_wrong_usage_is_explained(arguments: list[str], capsys: pytest.CaptureFi
     assert caught.value.code == 2 and shown.out == "" and "usage: autohete" in shown.err
 
 
-def test_a_cluster_without_gpus_is_refused(capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["plan", "gpt2", "--cluster", ""]) == 2
-    shown = capsys.readouterr()
-    assert "Expected were GPUs, such as 8xA100-40G" in shown.err and shown.err.count("\n") == 1
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "gpt2", "--cluster", ""],
+        ["plan", "gpt2", "--machine", ""],
+        ["plan", "gpt2", "--device", "h100", "--save", ""],
+        ["plan", "gpt2", "--device", "h100", "--sweep", "budget", "--plot", ""],
+        ["doctor", "--save", ""],
+        ["doctor", "--cluster", ""],
+        ["doctor", "--offload-dir", ""],
+        ["run", "--leave", "", "absent.py"],
+    ],
+)
+def test_an_empty_name_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    assert cli.main(arguments) == 2
+    shown, option = capsys.readouterr(), arguments[arguments.index("") - 1]
+    assert f"{option} '' was given. Expected was a name" in shown.err and shown.err.count("\n") == 1
 
 
 def test_a_plan_says_why_it_cannot_be_saved_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -237,7 +237,7 @@ def test_a_program_that_trains_is_reported(
         "adamw = torch.optim.AdamW(model.parameters(), fused=True)\nsgd = torch.optim.SGD([torch.zeros(3, requires_grad=True)])\n"
     )
     monkeypatch.setattr(sys, "stdout", io.StringIO())
-    assert run("--option", "inner_backend=eager", str(path)) == 0
+    assert run("--option", "inner_backend=eager", "--leave", "Tow", str(path)) == 0
     told = capsys.readouterr().err.splitlines()
     assert told[0] == "autohete run: inner_backend=eager"
     assert told[1] == "  torch.optim.AdamW of 4 parameters"
@@ -248,3 +248,4 @@ def test_a_program_that_trains_is_reported(
         "    optimizer: kept, its model is not compiled",
         "    model: not compiled, no module holds all of its parameters: make one that does, and call that",
     ]
+    assert told[7] == "  --leave Tow was given, but no module of that class holds all parameters of an optimizer"

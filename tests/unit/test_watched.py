@@ -216,11 +216,12 @@ def test_a_model_that_the_script_compiles_is_left_alone(how: str, when: str):
 
 
 def test_a_class_that_is_to_be_left_is_left():
-    with watched(left=["Layers"]) as run_of:
+    with watched(left=["Layers", "Layer"]) as run_of:
         model = Layers()
         torch.optim.AdamW(model.parameters(), fused=True)
         model(torch.ones(1, 4))
     assert run_of.trained[0].uncompiled == "--leave Layers was given" and model._compiled_call_impl is None
+    assert run_of.unmatched == {"Layer"}
     assert run_of.trained[0].kept == "its model is not compiled"
 
 
