@@ -53,12 +53,12 @@ PLAN: dict[str, dict[str, Any]] = {
     "--batch": dict(
         type=_positive,
         metavar="N",
-        help=f"sequences per micro-batch of each rank (default: {BATCH}, or those of the --given plan)",
+        help=f"sequences per micro-batch of each rank (default: {BATCH}, or those of the --given plan, or a factory's inputs)",
     ),
     "--seq": dict(
         type=_positive,
         metavar="N",
-        help=f"tokens per sequence (default: {SEQ}, or those that the layers of --costs were measured with)",
+        help=f"tokens per sequence (default: {SEQ}, or those of the layers of --costs, or a factory's inputs)",
     ),
     # One of these is given (`_WHERE`).
     "--device": dict(metavar="NAME", help="a device that ships, such as a100-40g, h100, 4090"),

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
-from autohete_fx.arguments import DTYPES, POINTS, TIME_LIMIT_S, WORK_OF_BLOCK_S
+from autohete_fx.arguments import BATCH, DTYPES, POINTS, SEQ, TIME_LIMIT_S, WORK_OF_BLOCK_S
 from autohete_fx.commands.answers import Answer
 from autohete_fx.commands.question import Question
 from autohete_fx.compiler.problem import with_disk
+from autohete_fx.errors import OptionError
 from autohete_fx.ir import Overlap, Problem, Schedule
 from autohete_fx.ir.sizes import format_count
 from autohete_fx.options import Options
@@ -106,6 +107,12 @@ def _ask(parsed: argparse.Namespace, question: Question, stages: Stages) -> _Ask
     step = trace_model(blueprint, question.machine, options, job.num_ranks, job.num_replicas)
     stages.end(f"{step.traced_layers} layers, {format_count(step.num_params)} parameters")
     batch, seq = step.batch
+    for option, value, default, own in (("--batch", parsed.batch, BATCH, batch), ("--seq", parsed.seq, SEQ, seq)):
+        if value not in (default, own):
+            raise OptionError(
+                f"{option} {value} was given, and {parsed.model} returns inputs of its own, {batch} x {seq} tokens. Expected were"
+                f" those. Leave {option} out, or let it return the module alone"
+            )
     setting = Setting(
         model=parsed.model,
         batch=batch,

@@ -222,6 +222,7 @@ def test_what_cannot_be_planned_is_one_line_with_status_2(
         "        torch._dynamo.graph_break()\n"
         "        return super().forward(x).sum()\n"
         "def breaks(): return Breaks(4, 4), torch.zeros(2, 4)\n"
+        "def sums(): return Sum(4, 4), torch.zeros(2, 4)\n"
         "def frozen(): return Sum(4, 4).requires_grad_(False), torch.zeros(2, 4)\n"
         "class Sum(torch.nn.Linear):\n"
         "    def forward(self, x): return super().forward(x).sum()\n"
@@ -241,6 +242,8 @@ def test_what_cannot_be_planned_is_one_line_with_status_2(
         ([model, *a100, "--save", str(tmp_path)], "cannot write"),
         ([f"{tmp_path}/models.py:breaks", *a100], "does not compile to one graph"),
         ([f"{tmp_path}/models.py:frozen", *a100], "nothing to train"),
+        ([f"{tmp_path}/models.py:sums", *a100, "--batch", "4"], "sums returns inputs of its own, 2 x 1 tokens"),
+        ([f"{tmp_path}/models.py:sums", *a100, "--batch", "2", "--seq", "512"], "--seq 512 was given, and"),
     ):
         assert plan(*arguments) == 2
         shown = capsys.readouterr()
