@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from autohete_fx.errors import PlanError
 from autohete_fx.ir.decision import BlockDecision, Schedule
@@ -84,12 +86,29 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> "Plan":
         """Read a plan. Raises PlanError where the text is no plan, or one of another schema version."""
-        return _FILES.parse(text, lambda raw: spelled(Plan, raw))
+        return _FILES.parse(text, _plan_of)
 
     @staticmethod
     def load(path: str | Path) -> "Plan":
         """Read a plan file. Raises PlanError, which names the file, where there is none or it is damaged."""
         return _FILES.load(path, Plan.from_json)
+
+
+def _plan_of(raw: dict[str, Any]) -> Plan:
+    plan = spelled(Plan, raw)
+    _check_numbers("", raw)
+    return plan
+
+
+def _check_numbers(name: str, raw: Any) -> None:
+    """Raise ValueError for a number below 0, but for the one that is a difference, or that no float holds."""
+    if isinstance(raw, dict | list):
+        for key, value in raw.items() if isinstance(raw, dict) else ((name, each) for each in raw):
+            _check_numbers(key, value)
+    elif isinstance(raw, int | float):
+        size, least = (abs(raw), "") if name == "more_copies_s" else (raw, "of at least 0 ")
+        if not 0 <= size <= sys.float_info.max:
+            raise ValueError(f"{name} is {raw!r:.20}; expected a number {least}that a float holds")
 
 
 _FILES = SavedAs(

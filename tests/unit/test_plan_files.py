@@ -1,6 +1,7 @@
 """Plan files: what is saved comes back, and what is no plan is refused with what is wrong and what to do."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,10 @@ decisions = st.builds(
     prefetch_distance=st.integers(1, 9),
 )
 numbers = st.floats(0, allow_infinity=False)
-uses = st.lists(st.builds(MemoryUse), max_size=3).map(tuple)
+sizes = st.integers(0)
+uses = st.lists(
+    st.builds(MemoryUse, used_bytes=sizes, limit_bytes=st.none() | sizes, block=st.none() | sizes), max_size=3
+).map(tuple)
 alternatives = st.none() | st.builds(
     Alternative, decision=decisions, step_s=numbers, more_copies_s=numbers, exceeded=uses
 )
@@ -68,6 +72,7 @@ def reasons(num_blocks: int) -> st.SearchStrategy[Reasons]:
         memory=uses,
         waits_s=numbers,
         meanwhile=st.lists(st.builds(LaneTime, lane=st.sampled_from(Lane), busy_s=numbers), max_size=4).map(tuple),
+        more_bytes=sizes,
         more_step_s=numbers,
     )
 
@@ -129,6 +134,18 @@ def changed(change: Callable[[dict[str, Any]], object]) -> str:
         (changed(lambda raw: raw.update(nickname="x")), r"unknown entries \['nickname'\]"),
         (changed(lambda raw: raw.update(labels="ab")), "labels is 'ab'; expected list"),
         (changed(lambda raw: raw.update(step_s="fast")), "step_s is 'fast'; expected int or float"),
+        (
+            changed(lambda raw: raw.update(step_s=math.nan)),
+            "damaged: step_s is nan; expected a number of at least 0 that",
+        ),
+        (changed(lambda raw: raw.update(solve_s=math.inf)), "solve_s is inf; expected"),
+        (changed(lambda raw: raw.update(host_bytes=-1)), "host_bytes is -1; expected"),
+        (changed(lambda raw: raw.update(peak_bytes=10**400)), "peak_bytes is 10{19}; expected"),
+        (changed(lambda raw: raw.update(busy_s=[{"lane": "h2d", "busy_s": -1.0}])), "busy_s is -1.0; expected"),
+        (
+            changed(lambda raw: raw["reasons"]["blocks"][1]["next_best"].update(more_copies_s=-math.inf)),
+            "more_copies_s is -inf; expected a number that",
+        ),
         (changed(lambda raw: raw.update(busy_s=[3])), "3 stands where an object with 'lane' was expected"),
         (changed(lambda raw: raw["decisions"].pop()), "2 labels and 1 decisions"),
         (
