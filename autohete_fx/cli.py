@@ -62,9 +62,22 @@ def main(arguments: Sequence[str] | None = None, *, owns_process: bool = False) 
     except AutoHeteError as error:
         print(f"autohete: {error}", file=sys.stderr)
         return 2
-    if text:
+    return _show_answer(text) if text else 0
+
+
+def _show_answer(text: str) -> int:
+    """The exit status. Standard output may take no more: its reader has gone, as of `autohete show | head`, or its disk is full."""
+    try:
         show_text(text)
-    return 0
+        return 0
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            print(
+                f"autohete: cannot write the answer: {error.strerror}; give standard output a place for it",
+                file=sys.stderr,
+            )
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the interpreter still writes
+        return 1
 
 
 def _refuse_empty(parsed: argparse.Namespace) -> None:
@@ -78,14 +91,12 @@ def _refuse_empty(parsed: argparse.Namespace) -> None:
 
 def command() -> int:
     """`main` of a process of its own. A plan's garbage goes with the process: to look for it takes a fifth of the answer's time."""
+    for name in ("stdout", "stderr"):  # None where they are closed, which `print` takes for standard output
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
     if is_plan := sys.argv[1:2] == ["plan"]:
         gc.disable()
-    try:
-        status = main(owns_process=True)
-        sys.stdout.flush()
-    except BrokenPipeError:  # as of `autohete show ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what the interpreter still writes
-        status = 1
+    status = main(owns_process=True)
     if is_plan:
         os._exit(status)
     return status

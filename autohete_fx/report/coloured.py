@@ -23,10 +23,10 @@ _ANY = re.compile("|".join(f"(?P<c{at}>{pattern})" for at, (pattern, _) in enume
 
 
 def show_text(text: str) -> None:
-    """Print it. Characters that the output has no code for are named instead."""
+    """Print it at once. Characters that the output has no code for are named instead."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
-    print(coloured(text) if _has_colours() else text)
+    print(coloured(text) if _has_colours() else text, flush=True)
 
 
 def coloured(text: str) -> str:

@@ -252,16 +252,36 @@ def test_a_process_of_a_plan_collects_no_garbage_and_others_do(monkeypatch: pyte
     assert collects == [False, True, True] and ended == [3]
 
 
-@pytest.mark.parametrize("subcommand", ["plan", "show"])
-def test_a_command_whose_reader_has_gone_ends_without_a_traceback(subcommand: str):
+def answered(*arguments: str, size: int = 2**20, closed: int | None = None, **streams: Any) -> tuple[int, str, str]:
+    """The status, output and errors of a command in a process of its own, whose answer is so long. ``closed``: a descriptor."""
     code = (
-        f"import sys; from autohete_fx import cli; sys.argv = ['autohete', '{subcommand}'];"
-        " cli.main = lambda **_: print('x' * 2**20) or 0; sys.exit(cli.command())"
+        "import sys; from autohete_fx import cli; size = int(sys.argv.pop());"
+        " cli._plan = cli._show = lambda parsed: 'x' * size; sys.exit(cli.command())"
     )
+    shell = '"$@"' if closed is None else f'"$@" {closed}>&-'
+    command = ["sh", "-c", shell, "sh", sys.executable, "-c", code, *arguments, str(size)]
+    ended = subprocess.run(command, **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **streams})
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+@pytest.mark.parametrize("arguments", [("plan", "gpt2", "--device", "h100"), ("show", "x")])
+def test_a_command_whose_reader_has_gone_ends_without_a_traceback(arguments: tuple[str, ...]):
     reading, writing = os.pipe()
     os.close(reading)
     try:
-        ended = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, text=True)
+        status, _, errors = answered(*arguments, stdout=writing)
     finally:
         os.close(writing)
-    assert (ended.returncode, ended.stderr) == (1, "")
+    assert (status, errors) == (1, "")
+
+
+@pytest.mark.parametrize("size", [9, 2**20])
+def test_a_command_whose_output_is_full_says_so_in_a_line(size: int):
+    with open("/dev/full", "w") as full:
+        status, _, errors = answered("show", "x", size=size, stdout=full)
+    assert status == 1 and errors.startswith("autohete: cannot write the answer: No space") and errors.count("\n") == 1
+
+
+def test_a_command_says_nothing_to_what_is_closed():
+    assert answered("show", "x", closed=1) == (0, "", "")
+    assert answered("plan", "gpt2", "--device", "h100", "--save", "", closed=2) == (2, "", "")
