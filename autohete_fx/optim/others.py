@@ -1,8 +1,8 @@
 """States of optimizers that are none of ours, as large as they turned out to be.
 
 In: parameters that plans count, and the steps of all optimizers. Out: ``counted_state_bytes``. Plans count two states for each
-parameter before its optimizer has stepped; AMSGrad has three, and L-BFGS many. Where there are more, plans are made again, as for a
-new optimizer.
+parameter before its optimizer has stepped; AMSGrad has three, and L-BFGS many, all of them under its first parameter. Where an
+optimizer holds more in sum, plans are made again with what it holds, as for a new optimizer.
 """
 
 import logging
@@ -23,9 +23,9 @@ from autohete_fx.runtime.pending.fence import tensors_in
 log = logging.getLogger(__name__)
 
 _SMALL_BYTES = 64
-"""Numbers of steps and the like, which are not counted."""
+"""Numbers of a parameter's steps and the like, which are not counted."""
 
-_seen: MutableMapping[Tensor, int] = WeakIdKeyDictionary()  # parameter of a plan -> bytes; 0 before a step
+_seen: MutableMapping[Tensor, int | None] = WeakIdKeyDictionary()  # parameter of a plan -> bytes; None: two each
 _found: MutableMapping[Tensor, int] = WeakIdKeyDictionary()  # likewise, as the latest look found
 _num_steps: "weakref.WeakKeyDictionary[Optimizer, int]" = weakref.WeakKeyDictionary()
 _is_watching = False
@@ -35,7 +35,7 @@ def watch(params: Iterable[Tensor]) -> None:
     """See to the steps of optimizers of these parameters, which a plan counts."""
     global _is_watching
     for param in params:
-        _seen.setdefault(param, 0)
+        _seen.setdefault(param, None)
     if not _is_watching:
         _is_watching = True
         register_optimizer_step_post_hook(_after_step)
@@ -43,13 +43,14 @@ def watch(params: Iterable[Tensor]) -> None:
 
 def counted_state_bytes(param: Tensor) -> int:
     """Bytes of a parameter's states, as far as known: two of its own size and dtype before a step has shown more."""
-    return max(2 * param.numel() * param.element_size(), _seen.get(param, 0))
+    seen = _seen.get(param)
+    return 2 * param.numel() * param.element_size() if seen is None else seen
 
 
 def absent_state_bytes(params: Iterable[Tensor]) -> int:
     """Bytes of states that plans count for these, and that no step has shown to be there."""
     without = (param for param in params if param.requires_grad and optimizer_of(param) is None)
-    return sum(max(0, counted_state_bytes(param) - _found.get(param, 0)) for param in without)
+    return max(0, sum(counted_state_bytes(param) - _found.get(param, 0) for param in without))
 
 
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -58,17 +59,15 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     count = _num_steps[optimizer] = _num_steps.get(optimizer, 0) + 1
     if count & (count - 1):  # some grow over steps: the first, second, fourth and so on show it
         return
-    counted_bytes, found_bytes, is_news = 0, 0, False
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
-        # Ranks that hold a parameter together would not all see as much of it.
-        if param not in _seen or optimizer_of(param) is not None or held(param) is not param:
-            continue
-        counted, found = counted_state_bytes(param), _device_bytes(optimizer.state.get(param), param)
-        _found[param] = found
-        counted_bytes, found_bytes = counted_bytes + counted, found_bytes + found
-        if found > counted + _SMALL_BYTES:
-            _seen[param], is_news = found, True
-    if is_news:
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    # Ranks that hold a parameter together would not all see as much of it.
+    params = [param for param in params if param in _seen and optimizer_of(param) is None and held(param) is param]
+    found = {param: _device_bytes(optimizer.state.get(param), param) for param in params}
+    _found.update(found)
+    found_bytes, counted_bytes = sum(found.values()), sum(map(counted_state_bytes, params))
+    if found_bytes > counted_bytes + _SMALL_BYTES * len(params):
+        # One without a gradient may get states yet.
+        _seen.update({param: size for param, size in found.items() if size or param.grad is not None})
         log.warning(
             "%s holds %s of states after %d steps, where %s were counted: the model is planned again for that."
             " An optimizer of autohete_fx tells plans its states before the first step",

@@ -11,6 +11,7 @@ from torch import nn
 
 import autohete_fx
 from autohete_fx import BlockDecision, Optimizer, Params, Plan
+from autohete_fx.optim import others
 from autohete_fx.runtime.meter import device_live_bytes
 from autohete_fx.runtime.tiers.host import is_home
 from tests import training as job
@@ -369,3 +370,23 @@ def test_states_of_an_optimizer_that_has_more_than_two_are_counted_once_they_are
     assert sum(c not in before for c in autohete_fx.compilations()) == 2
     assert max(ours.peaks) <= budget
     assert sum("of states after 1 steps, where" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_states_that_an_optimizer_keeps_under_one_parameter_are_counted_once(caplog: pytest.LogCaptureFixture):
+    params = [nn.Parameter(torch.ones(8192)) for _ in range(4)]
+    others.watch(params)
+    lbfgs, sizes = torch.optim.LBFGS(params, max_iter=2, history_size=2), list[int]()
+
+    def loss() -> torch.Tensor:
+        lbfgs.zero_grad()
+        found = torch.stack([(p - number).square().square().sum() for number, p in enumerate(params)]).sum()
+        found.backward()
+        return found
+
+    for _ in range(2):
+        lbfgs.step(loss)
+        sizes.append(sum(map(others.counted_state_bytes, params)))
+        assert others.absent_state_bytes(params) == 0
+    assert sizes == [2 * 131072, pytest.approx(4 * 131072, rel=1e-3)], "two vectors of all parameters, and two more"
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert told.startswith("LBFGS holds 512 KiB of states after 2 steps, where 256 KiB were counted: the model is")
