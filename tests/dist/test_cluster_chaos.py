@@ -16,7 +16,7 @@ def test_nodes_that_vanish_and_join_change_nothing(tmp_path: Path):
     trace.write_text(json.dumps({"points": [[0, 4], [60, 2], [120, 3]]}))
     script, found = ROOT / "examples" / "benchmarks" / "cluster_chaos.py", tmp_path / "found.json"
     options = ["--trace", trace, "--events", "2", "--together", "--every", "1", "--cloud-every", "1"]
-    options += ["--seed", "3", "--steps", "24", "--pause", "0.5", "--json", found]
+    options += ["--seed", "3", "--steps", "24", "--pause", "1.0", "--json", found]
     done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     report = json.loads(found.read_text())
