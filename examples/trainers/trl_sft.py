@@ -22,7 +22,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def main(arguments: Sequence[str] | None = None) -> Outcome:
-    setting = parse(arguments, __doc__)
+    setting = parse(arguments, __doc__, budget="20MiB")  # 16 of them for the loss, which TRL computes in eager code
     model = tiny_llama()
     config = SFTConfig(
         output_dir=setting.folder,
