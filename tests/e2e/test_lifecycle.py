@@ -241,11 +241,14 @@ def test_a_stored_plan_says_why_it_decides_so():
         autohete_fx.AdamW(model.parameters(), lr=1e-2)
         model(torch.randn(256, 128)).backward()
         compilation = autohete_fx.compilations()[-1]
-        said.append((compilation.plan.decisions, compilation.why()))
+        why = [
+            line for line in compilation.why().splitlines() if "host memory does not bind" not in line
+        ]  # it is what is free
+        said.append((compilation.plan.decisions, why))
         del model
         torch._dynamo.reset()
         gc.collect()
-    assert said[0] == said[1] and "no reasons" not in said[0][1]
+    assert said[0] == said[1] and said[0][1] and not any("no reasons" in line for line in said[0][1])
 
 
 @pytest.mark.slow
