@@ -27,7 +27,6 @@ from autohete_fx.internals.tensors import current_graph_task_id
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.optim.owners import num_changes, optimizer_of
 from autohete_fx.options import Options
-from autohete_fx.runtime.between import Taken
 from autohete_fx.runtime.pending import calls
 
 log = logging.getLogger(__name__)
@@ -90,7 +89,7 @@ class Assumptions:
 
     def _outside_bytes(self) -> tuple[int, ...]:
         """Between forward and backward, and of outputs that live on."""
-        outside = self.model.outside.get(self._origin, Taken())
+        outside = self.model.taken_outside(self._origin)
         return outside.peak_bytes, outside.held_bytes, self.model.kept_bytes.get(self._origin, 0)
 
     def missing_bytes(self, params: Mapping[str, torch.nn.Parameter]) -> int:

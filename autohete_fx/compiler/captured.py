@@ -132,7 +132,7 @@ class CapturedGraph:
         self.unread_so_far_bytes = unread_bytes(self.unread, self.device.type) + model.shares.eager_bytes
         self.kept_bytes = model.kept_bytes.get(self.origin, 0) if torch.is_grad_enabled() else 0
         self.listening_bytes = _listening_bytes(self.params.values())
-        self.outside = model.outside.get(self.origin, Taken()) if torch.is_grad_enabled() else Taken()
+        self.outside = model.taken_outside(self.origin) if torch.is_grad_enabled() else Taken()
         self._may_be_followed = self._may_follow()
         self.trained_bytes = (trained_bytes if model.is_placed else kept_bytes)(self.params.values())
         self.frozen_bytes = kept_bytes(param for param in self.params.values() if not param.requires_grad)

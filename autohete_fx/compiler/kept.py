@@ -24,7 +24,6 @@ from autohete_fx.internals.modes import DisableTorchFunction
 from autohete_fx.internals.tensors import after_backward, current_graph_task_id
 from autohete_fx.ir.sizes import format_bytes
 from autohete_fx.optim.others import absent_state_bytes
-from autohete_fx.runtime.between import Taken
 from autohete_fx.runtime.meter import MemoryMeter, is_counted
 from autohete_fx.runtime.pending.addresses import address_of
 
@@ -64,7 +63,7 @@ class KeptOutputs:
         self._meter: MemoryMeter | None = None
         model = reference()
         self._counted_bytes = 0 if model is None else model.kept_bytes.get(graph, 0)
-        self._outside_bytes = 0 if model is None else model.outside.get(graph, Taken()).peak_bytes
+        self._outside_bytes = 0 if model is None else model.taken_outside(graph).peak_bytes
 
     def begin_forward(self, inputs: Iterable[Tensor]) -> None:
         """The graph is about to run with these inputs."""
@@ -106,7 +105,7 @@ class KeptOutputs:
             return
         peak_bytes, kept_bytes = meter.peak_bytes, _alive_bytes(self._outputs)
         self._forget()
-        if model.outside.get(self._graph, Taken()).peak_bytes > self._outside_bytes:
+        if model.taken_outside(self._graph).peak_bytes > self._outside_bytes:
             return  # `outside` has found code that takes more: the next plan counts it, and is watched, too
         # At the start there is what the plan says, and old outputs. The program's own tensors do not count.
         start_bytes = sum(each.num_bytes for each in self._compilation.levels[0].held) - self._counted_bytes

@@ -95,6 +95,10 @@ class Model:
         micro_batches = max(options.micro_batches, self.micro_batches, in_flight)
         return dataclasses.replace(options, micro_batches=micro_batches, in_flight=in_flight)
 
+    def taken_outside(self, graph: Origin) -> Taken:
+        """Bytes that code outside of a graph was seen to take, and that its plan counts from then on."""
+        return self.outside.get(graph, Taken())
+
     def told(self) -> tuple[int, int, int]:
         """The numbers that other ranks get of what this one has seen."""
         return int(self.seen.is_outdated), self.seen.micro_batches, self.seen.in_flight

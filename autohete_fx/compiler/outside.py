@@ -47,7 +47,7 @@ class Outside:
         self._watched = WATCHED if is_watched else range(0)
         self._passes = 0
         model = reference()
-        self._counted = Taken() if model is None else model.outside.get(graph, Taken())
+        self._counted = Taken() if model is None else model.taken_outside(graph)
 
     def begin_forward(self) -> None:
         """Code before it is none between a forward and its backward, if this is one for training. It may be between graphs of one
@@ -86,7 +86,7 @@ class Outside:
     def _note(self, taken: Taken, later_bytes: int) -> None:
         model, problem, budget = self._reference(), self._compilation.problem, self._compilation.device_budget_bytes
         assert model is not None and problem is not None and budget is not None
-        known = model.outside.get(self._graph, Taken())
+        known = model.taken_outside(self._graph)
         between_bytes = self._compilation.between_bytes + taken.peak_bytes
         needed = max(traced_peak_bytes(problem, self._compilation.plan, between_bytes), later_bytes - known.held_bytes)
         more = Taken(max(taken.peak_bytes, known.peak_bytes), max(taken.held_bytes, known.held_bytes))
