@@ -168,7 +168,7 @@ class Market:
         while time.monotonic() < end:
             rows = self.events()[since:]
             joins = [place for place, row in enumerate(rows) if row["event"] == "join"]
-            if any(row["event"] == "finish" for row in rows):
+            if self.ends(rows):
                 return rows
             if joins and sum(row["event"] == "step" for row in rows[joins[-1] :]) >= 3:
                 return rows
@@ -178,7 +178,11 @@ class Market:
 
     def finished(self) -> bool:
         """All steps are done."""
-        return any(row["event"] == "finish" for row in self.events())
+        return self.ends(self.events())
+
+    def ends(self, rows: list[dict[str, Any]]) -> bool:
+        """Whether the job ends in these lines. Ranks that torchrun begins again all at one moment finish too, with fewer steps."""
+        return any(row["event"] == "finish" and row["step"] >= self.arguments.steps for row in rows)
 
 
 def rss_bytes(pid: int) -> int:
@@ -225,25 +229,12 @@ def growth(recoveries: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def training(arguments: argparse.Namespace) -> list[str]:
+    """The script of the job, with what does not change between nodes."""
+    model = "--eager --evenly --double --batch 12 --layers 4 --width 32 --context 16".split()
     return [
         str(EXAMPLES / "train_cluster.py"),
-        *(
-            "--eager",
-            "--evenly",
-            "--double",
-            "--steps",
-            str(arguments.steps or 10 * arguments.events + 20),
-            "--pause",
-            str(arguments.pause),
-            "--batch",
-            "12",
-            "--layers",
-            "4",
-            "--width",
-            "32",
-            "--context",
-            "16",
-        ),
+        *model,
+        *("--steps", str(arguments.steps), "--pause", str(arguments.pause)),
     ]
 
 
@@ -393,7 +384,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds until a silent rank is an error")
     parser.add_argument("--json", help="file of the results")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.steps = arguments.steps or 10 * arguments.events + 20
+    return arguments
 
 
 if __name__ == "__main__":
