@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autohete_fx.errors import ClusterError
-from autohete_fx.ir.files import SavedAs, spelled
+from autohete_fx.ir.files import SavedAs, spelled, write_text
 from autohete_fx.ir.sizes import format_seconds
 
 SCHEMA_VERSION = 2
@@ -164,8 +164,8 @@ class ClusterPlan:
         return json.dumps(asdict(self), indent=1, default=lambda e: e.value) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write ``to_json()`` to a file."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write ``to_json()`` to a file, all at once. Raises OSError where it cannot be written."""
+        write_text(path, self.to_json())
 
     @classmethod
     def from_json(cls, text: str) -> "ClusterPlan":

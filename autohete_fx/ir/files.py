@@ -8,6 +8,7 @@ import contextlib
 import enum
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -31,6 +32,23 @@ def why_unwritable(path: str | os.PathLike[str]) -> str:
     if Path(path).is_dir():
         return "it is a directory"
     return "" if Path(path).absolute().parent.is_dir() else "its directory does not exist"
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a file all at once: where a disk is full or the process ends, an earlier file stays as it was. Raises OSError."""
+    into = Path(path).resolve()  # what a link points to is replaced, not the link
+    if into.exists() and (not into.is_file() or not os.access(into.parent, os.W_OK)):
+        into.write_text(text, encoding="utf-8")  # a device or a pipe has nothing to lose
+        return
+    part = into.with_name(f".{into.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        if into.exists():
+            shutil.copymode(into, part)
+        part.replace(into)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def is_file(text: str) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autohete_fx.errors import MachineError
-from autohete_fx.ir.files import SavedAs, checked, refuse_unknown
+from autohete_fx.ir.files import SavedAs, checked, refuse_unknown, write_text
 from autohete_fx.ir.lane import Lane
 
 MACHINE_SCHEMA_VERSION = 1
@@ -119,8 +119,8 @@ class Machine:
         return json.dumps({"schema_version": MACHINE_SCHEMA_VERSION, **asdict(self)}, indent=1) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write ``to_json()`` to a file."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write ``to_json()`` to a file, all at once. Raises OSError where it cannot be written."""
+        write_text(path, self.to_json())
 
     @staticmethod
     def from_json(text: str) -> "Machine":

@@ -9,7 +9,7 @@ from typing import Any
 
 from autohete_fx.errors import PlanError
 from autohete_fx.ir.decision import BlockDecision, Schedule
-from autohete_fx.ir.files import SavedAs, spelled
+from autohete_fx.ir.files import SavedAs, spelled, write_text
 from autohete_fx.ir.lane import LaneTime
 from autohete_fx.ir.reasons import Reasons
 
@@ -80,8 +80,8 @@ class Plan:
         return json.dumps(asdict(self), indent=1, default=lambda e: e.value) + "\n"
 
     def save(self, path: str | Path) -> None:
-        """Write ``to_json()`` to a file."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write ``to_json()`` to a file, all at once. Raises OSError where it cannot be written."""
+        write_text(path, self.to_json())
 
     @staticmethod
     def from_json(text: str) -> "Plan":

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from autohete_fx.errors import ReportError
 from autohete_fx.ir import Plan, StepRecord
-from autohete_fx.ir.files import expanded
+from autohete_fx.ir.files import expanded, write_text
 from autohete_fx.report.data import ReportData
 from autohete_fx.report.trace import Trace
 
@@ -77,29 +77,25 @@ class Report:
             (into / GRAPHS).mkdir(parents=True, exist_ok=True)
             self.data.plan.save(into / PLAN)
             for name, text in self.graphs.items():
-                (into / GRAPHS / name).write_text(text, encoding="utf-8")
+                write_text(into / GRAPHS / name, text)
             if self.trace is not None:
                 self.trace.save(into / TRACE)
             if not keeps_metrics:
                 lines = (metrics_line(step, self.data.plan, self.data.budget_bytes) for step in self.data.steps)
-                (into / METRICS).write_text("".join(lines), encoding="utf-8")
-            (into / DATA).write_text(self.data.to_json(), encoding="utf-8")
-            return self._write_page(into)
+                write_text(into / METRICS, "".join(lines))
+            write_text(into / DATA, self.data.to_json())
+            return self.rewrite_page(into)
         except OSError as error:
             raise cannot_write(into, error) from error
 
-    def _write_page(self, into: Path) -> Path:
-        """All of it or none: a browser may be reading the last one."""
-        part = into / f"{PAGE}.part"
-        part.write_text(self.html, encoding="utf-8")
-        return part.replace(into / PAGE)
-
     def rewrite_page(self, directory: str | Path) -> Path:
         """Write the page alone again. Raises ReportError where the directory refuses."""
+        page = expanded(directory) / PAGE
         try:
-            return self._write_page(expanded(directory))
+            write_text(page, self.html)
         except OSError as error:
-            raise cannot_write(expanded(directory), error) from error
+            raise cannot_write(page.parent, error) from error
+        return page
 
     @staticmethod
     def load(directory: str | Path) -> "Report":

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autohete_fx.ir import Lane, LaneRecord
+from autohete_fx.ir.files import write_text
 from autohete_fx.ir.sizes import format_bytes, format_seconds
 from autohete_fx.report.tables import aligned
 from autohete_fx.report.timeline import LaneEvent
@@ -105,8 +106,8 @@ class Trace:
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
     def save(self, path: str | Path) -> None:
-        """Write ``to_json()`` to a file."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+        """Write ``to_json()`` to a file, all at once. Raises OSError where it cannot be written."""
+        write_text(path, self.to_json())
 
 
 def _bar(pid: int, lane: Lane, name: str, begin_s: float, end_s: float, details: dict[str, int]) -> dict[str, object]:

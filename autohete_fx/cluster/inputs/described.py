@@ -28,7 +28,7 @@ from typing import Any
 
 from autohete_fx.cluster.spec import Cluster, Gpu, Joined, Link, Node, TimedLinks, steady_link
 from autohete_fx.errors import ClusterError, OptionError
-from autohete_fx.ir.files import SavedAs, checked, is_file, spelled
+from autohete_fx.ir.files import SavedAs, checked, is_file, spelled, write_text
 from autohete_fx.machine.data_sheets import PRICES_DATE
 from autohete_fx.machine.devices import (
     NET_LATENCY_S,
@@ -317,7 +317,7 @@ def save_measured(cluster: Cluster, specs: Sequence[DeviceSpec], path: str | Pat
 
 def _write(body: Mapping[str, Any], path: str | Path) -> None:
     try:
-        Path(path).write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+        write_text(path, json.dumps(body, indent=1) + "\n")
     except OSError as error:
         raise ClusterError(
             f"cannot write {str(path)!r}: {error.strerror}. Expected was a file that can be written. Give another path"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from autohete_fx.cluster.report.history import COLUMNS, History, Step, facts, table_rows
+from autohete_fx.ir.files import write_text
 from autohete_fx.ir.sizes import format_seconds
 from autohete_fx.report.page import svg
 
@@ -24,7 +25,7 @@ _STYLE = """
 
 def write_history_page(history: History, prices: Mapping[str, float], path: str | Path) -> Path:
     """Write the page; returns its path."""
-    Path(path).write_text(history_page(history, prices), encoding="utf-8")
+    write_text(path, history_page(history, prices))
     return Path(path)
 
 
