@@ -10,8 +10,10 @@ from autohete_fx.whatif.architectures import ARCHITECTURES
 
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "tf32": "float32"}
 """The names of dtypes in PyTorch."""
-POINTS, MOST_RANKS = 10, 8
+POINTS, MOST_OF_SWEEP = 10, 8
 """Budgets of a sweep, and where one of ranks ends, unless told otherwise."""
+_MOST_RANKS = 1 << 16
+"""Devices that train together at most: every one of them is imagined, in some 30 kB of this process's memory."""
 BATCH = 8
 """Sequences of a micro-batch, unless told otherwise."""
 SEQ = 1024
@@ -26,6 +28,12 @@ EXPLAIN = "also say why: what binds, and for each block what else could have bee
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
+    return int(text)
+
+
+def _ranks(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer from 1 to {_MOST_RANKS}")
     return int(text)
 
 
@@ -69,10 +77,10 @@ PLAN: dict[str, dict[str, Any]] = {
     "--machine": dict(metavar="FILE", help="a machine that `autohete doctor --save` measured"),
     # Ranks.
     "--ranks": dict(
-        type=_positive,
+        type=_ranks,
         metavar="N",
         help="devices that train the model together, each with its shards and a batch of its own (default: 1); of --sweep ranks the"
-        f" most (default: {MOST_RANKS})",
+        f" most (default: {MOST_OF_SWEEP})",
     ),
     "--nodes": dict(type=_positive, metavar="N", default=1, help="machines that the ranks are on, evenly (default: 1)"),
     "--replicas": dict(

@@ -7,7 +7,7 @@ questions that were asked before.
 import argparse
 from collections.abc import Sequence
 
-from autohete_fx.arguments import BATCH, DTYPES, MOST_RANKS, SEQ, TIME_LIMIT_S
+from autohete_fx.arguments import BATCH, DTYPES, MOST_OF_SWEEP, SEQ, TIME_LIMIT_S
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.commands.answers import Answer, keep, kept, key_of
 from autohete_fx.commands.question import Question, check, question
@@ -54,7 +54,7 @@ def _for_device(parsed: argparse.Namespace, questions: Sequence[Question], stage
 def _jobs(parsed: argparse.Namespace) -> list[Job]:
     """One, or those of a sweep over numbers of ranks, from one on by doubling."""
     if parsed.sweep == "ranks":
-        most = parsed.ranks or MOST_RANKS
+        most = parsed.ranks or MOST_OF_SWEEP
         return [Job(num_ranks=1 << n) for n in range(most.bit_length())]
     return [
         Job(

@@ -74,6 +74,7 @@ def test_a_plan_that_cannot_be_shown_is_one_line_that_says_why(tmp_path: Path, c
         ["doctor", "--device", "abacus"],
         ["plan", "gpt2", "--device", "h100", "--batch", "two"],
         ["plan", "gpt2", "--device", "h100", "--batch", "0"],
+        ["plan", "gpt2", "--device", "h100", "--ranks", "65537"],
         *(
             ["plan", "gpt2", "--device", "h100", "--time-limit", seconds]
             for seconds in ("0", "-1", "nan", "inf", "soon")
