@@ -295,11 +295,10 @@ STRATEGIES = {
 
 
 def strategies() -> str:
-    """How many times our step those of others take, in a table for each file."""
-    return "\n\n".join(
-        f"`{result.script}` at {result.environment['commit']}:\n\n{_strategies(result)}\n\n{_ever_faster(result)}"
-        for result in named("strategies")
-    )
+    """How many times our step those of others take, and how near to the best our plans are after shorter and longer solves."""
+    result = read("strategies")
+    said = " ".join([_ever_faster(result), *map(_proven, named("strategies"))])
+    return f"`{result.script}` at {result.environment['commit']}:\n\n{_strategies(result)}\n\n{said}"
 
 
 def _strategies(result: Result) -> str:
@@ -337,24 +336,17 @@ def _is_of_the_paper(part: str) -> bool:
 def _ever_faster(result: Result) -> str:
     others = [row for row in result.rows if row["strategy"] != "ours" and row["fits"]]
     faster = sum(row["time / ours"] < 1 for row in others)
-    gaps: dict[int, float] = {}
-    for row in result.rows:
-        if row.get("gap") is not None:
-            gaps[row["ranks"]] = max(gaps.get(row["ranks"], 0.0), row["gap"])
-    most = listed(f"{percent(gap)} on {ranks} {'rank' if ranks == 1 else 'ranks'}" for ranks, gap in gaps.items())
     count = "None" if not faster else str(faster)
-    verb = "is" if faster <= 1 else "are"
-    said = f"{count} of {len(others)} that fit {verb} faster than ours, whose proven gaps are at most {most}."
-    return f"{said} {_solving(result)}"
+    return f"{count} of {len(others)} that fit {'is' if faster <= 1 else 'are'} faster than ours."
 
 
-def _solving(result: Result) -> str:
-    """How long our plans were solved for: most of them, and the others by name."""
-    ours = [row for row in result.rows if "time_limit_s" in row]
-    usual_s = statistics.mode(row["time_limit_s"] for row in ours)
-    others = [row for row in ours if row["time_limit_s"] != usual_s]
-    said = [f"{r['model']} on {r['ranks']} ranks for {r['time_limit_s']:.0f} s, at {r['commit']}" for r in others]
-    return f"Ours were solved for {usual_s:.0f} s{f', {listed(said)}' if said else ''}."
+def _proven(result: Result) -> str:
+    """How near to the best our plans are at least, and how long they were solved for."""
+    ours = [row for row in result.rows if row.get("gap") is not None]
+    (seconds,) = {row["time_limit_s"] for row in ours}
+    gaps = {ranks: max(row["gap"] for row in ours if row["ranks"] == ranks) for ranks in (1, 4)}
+    most = listed(f"{percent(gap)} on {ranks} {'rank' if ranks == 1 else 'ranks'}" for ranks, gap in gaps.items())
+    return f"Solved for {seconds:.0f} s, ours have proven gaps of at most {most} (at {result.environment['commit']})."
 
 
 def plain_trace() -> str:
