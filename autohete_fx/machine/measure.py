@@ -14,17 +14,20 @@ rank's part of that.
 """
 
 import functools
-import itertools
+import logging
+import mmap
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from autohete_fx.cache import device_name, load_machine, machine_key, store_machine
+from autohete_fx.errors import HostMemoryError
 from autohete_fx.internals.modes import unset_fake_temporarily
 from autohete_fx.ir import Lane, Machine
 from autohete_fx.machine.disk_rate import measure_disk
@@ -38,6 +41,9 @@ from autohete_fx.machine.update_rates import (
 )
 from autohete_fx.runtime.lanes.team import threads_of_all, update_team
 from autohete_fx.runtime.tiers import ram
+from autohete_fx.runtime.tiers.mapped_files import map_file
+
+log = logging.getLogger(__name__)
 
 _SMALL_REPEATS = 40
 _COPY_BYTES = {"cpu": 24 * 2**20, "cuda": 128 * 2**20}
@@ -196,12 +202,17 @@ def _copy_figures(device: torch.device, make: MakeTensor, issue: IssueCopy, besi
     }
 
 
-def _plain_host_tensors(device: torch.device, directory: str) -> MakeHostTensor:
+def _plain_host_tensors(device: torch.device, directory: str | None) -> MakeHostTensor:
     """Makes pinned memory for CUDA, and a mapped file in the directory for a CPU."""
     if device.type == "cuda":
         return lambda n: torch.empty(n, dtype=torch.uint8, device="cpu", pin_memory=True)
-    names = (os.path.join(directory, str(n)) for n in itertools.count())
-    return lambda n: torch.from_file(next(names), shared=True, size=n, dtype=torch.uint8)
+    place = Path(directory or tempfile.gettempdir())
+    return lambda n: torch.frombuffer(map_file(n, place).mapping, dtype=torch.uint8)
+
+
+def _in_ram(num_bytes: int) -> torch.Tensor:
+    """Mapped as host memory of a CPU device is, but with no file."""
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
 
 
 def _update_figures(device: torch.device, make: MakeTensor, make_on_host: MakeTensor, num_ranks: int) -> dict[str, Any]:
@@ -231,6 +242,9 @@ def measure_machine(
 ) -> Machine:
     """Time the machine.
 
+    Raises:
+        HostMemoryError: host memory, or for a CPU device ``offload_dir``, has no room for what is timed.
+
     Args:
         device: the compute device.
         make_host_tensor: bytes to a 1-d uint8 tensor in the host tier. Without it, pinned memory for CUDA, and for
@@ -245,8 +259,8 @@ def measure_machine(
     """
     # the caller may be in the middle of tracing: nothing here may be traced or recorded for backward
     real = unset_fake_temporarily()
-    with real, torch.no_grad(), tempfile.TemporaryDirectory(dir=offload_dir) as place:
-        allocate_host = make_host_tensor or _plain_host_tensors(device, place)
+    with real, torch.no_grad():
+        allocate_host = make_host_tensor or _plain_host_tensors(device, offload_dir)
 
         def make_on_host(numel: int, dtype: torch.dtype) -> torch.Tensor:
             return allocate_host(numel * dtype.itemsize).view(-1).view(dtype)
@@ -297,15 +311,21 @@ def load_or_measure_machine(
     key = f"{machine_key(device, offload_dir)}|{num_ranks} ranks|{threads} threads"
     machine = load_machine(key)
     if machine is None:
-        machine = measure_machine(
-            device,
-            make_host_tensor=make_host_tensor,
-            issue_copy=issue_copy,
-            copies_run_beside=copies_run_beside,
-            offload_dir=offload_dir,
-            num_ranks=num_ranks,
-        )
-        store_machine(key, machine)
+        try:
+            machine = measure_machine(
+                device,
+                make_host_tensor=make_host_tensor,
+                issue_copy=issue_copy,
+                copies_run_beside=copies_run_beside,
+                offload_dir=offload_dir,
+                num_ranks=num_ranks,
+            )
+            store_machine(key, machine)
+        except HostMemoryError as error:
+            if device.type != "cpu":
+                raise
+            log.warning("the machine is measured as if it offloaded into RAM, and measured again next time: %s", error)
+            machine = measure_machine(device, make_host_tensor=_in_ram, offload_dir=offload_dir, num_ranks=num_ranks)
     return replace(
         machine,
         device_bytes=device_capacity_bytes(device),

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from autohete_fx.errors import HostMemoryError
 from autohete_fx.ir import Lane, Machine
 from autohete_fx.machine import measure as machine_module
 from autohete_fx.machine import timing, update_rates
@@ -345,3 +346,24 @@ def test_a_disk_without_room_has_no_rate(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.undo()
     assert measure_disk(str(tmp_path)) > 1e6
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_offload_dir_without_room_is_warned_of_and_measured_again_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    session, options = Session("a full disk", CPU), Options(offload_dir=str(tmp_path))
+    try:
+        with monkeypatch.context() as full:
+            full.setattr(os, "posix_fallocate", refuse)
+            pressed = [machine_of(CPU, session, options) for _ in range(2)]
+            with pytest.raises(HostMemoryError, match="No space left on device"):
+                measure_machine(CPU, offload_dir=str(tmp_path))
+        assert caplog.text.count("is measured as if it offloaded into RAM") == 2
+        assert all(machine.h2d_bytes_per_s > 1e6 and machine.disk_bytes_per_s == 0 for machine in pressed)
+        assert machine_of(CPU, session, options).disk_bytes_per_s > 0
+    finally:
+        session.close()
+    assert len(caplog.records) == 2
