@@ -163,6 +163,9 @@ def test_a_model_that_little_memory_holds_in_shards_and_its_plan_is_priced_again
     assert main([*asked, "--batch", "16", "--save", str(plan), "--json"]) == 0
     searched = json.loads(capsys.readouterr().out)
     assert {stage.shards for _, _, stage in ClusterPlan.load(plan).stages()} == {4}
+    assert "equal grid" in searched["baselines"] and "one type" not in searched["baselines"], "it is this plan"
+    assert main([*asked, "--batch", "16", "--symmetric-tp", "--json"]) == 0
+    assert "one type" in json.loads(capsys.readouterr().out)["baselines"], "it may have several degrees"
     assert main([*asked, "--batch", "16", "--max-shards", "1", "--json"]) == 0
     whole = json.loads(capsys.readouterr().out)
     assert whole["iteration_s"] > searched["iteration_s"]

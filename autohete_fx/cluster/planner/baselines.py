@@ -24,7 +24,7 @@ from autohete_fx.cluster.costs import CostTable
 from autohete_fx.cluster.plan import ClusterPlan
 from autohete_fx.cluster.planner.drafts import Drafts
 from autohete_fx.cluster.planner.grids import equal_grid, proportional_grid
-from autohete_fx.cluster.planner.solve import Solution, compute_bound, idle_of, plan_cluster
+from autohete_fx.cluster.planner.solve import TIME_LIMIT_S, Solution, compute_bound, idle_of, plan_cluster
 from autohete_fx.cluster.planner.two_stages import TWO_STAGES, two_stages
 from autohete_fx.cluster.simulation.simulate import simulate
 from autohete_fx.cluster.spec import Cluster
@@ -59,7 +59,11 @@ Baseline = Callable[[Cluster, CostTable, int], ClusterPlan | None]
 
 
 def best_homogeneous(
-    cluster: Cluster, costs: CostTable, global_batch: int, shards: Sequence[int] = ()
+    cluster: Cluster,
+    costs: CostTable,
+    global_batch: int,
+    shards: Sequence[int] = (),
+    time_limit_s: float = TIME_LIMIT_S,
 ) -> ClusterPlan | None:
     """The fastest plan of `plan_cluster` on one type of GPU, all others idle; None where no type can hold the model."""
     found = []
@@ -69,7 +73,8 @@ def best_homogeneous(
             continue
         try:
             alone = replace(cluster, nodes=nodes)
-            found.append(plan_cluster(alone, costs, global_batch=global_batch, shards=shards).plan)
+            solution = plan_cluster(alone, costs, global_batch=global_batch, shards=shards, time_limit_s=time_limit_s)
+            found.append(solution.plan)
         except ClusterError:
             continue  # this type alone cannot: it has no costs, or too little memory
     best = min(found, key=lambda plan: plan.iteration_s, default=None)

@@ -43,6 +43,8 @@ from autohete_fx.cluster.simulation.simulate import Timeline, simulate
 from autohete_fx.cluster.spec import Cluster, Node
 from autohete_fx.errors import ClusterError
 
+TIME_LIMIT_S = 30.0
+"""Seconds of improving, unless told otherwise."""
 _MOST_CLUSTERS = 16
 """Sets of few nodes whose plans are all tried."""
 _MOST_SMALLER = 3
@@ -109,7 +111,7 @@ def plan_cluster(
     shards: Sequence[int] = (),
     symmetric_tp: bool = False,
     sends: Sends = Sends.BLOCKING,
-    time_limit_s: float = 30.0,
+    time_limit_s: float = TIME_LIMIT_S,
     moving: Moving | None = None,
 ) -> Solution:
     """The fastest plan of a step over ``global_batch`` samples.
