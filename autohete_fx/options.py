@@ -180,11 +180,11 @@ def _parse_offload_dir(name: str, value: object) -> str | None:
     if not isinstance(value, str | os.PathLike) or not str(value):
         raise OptionError(f"option {name!r} is {_shown(value)}; expected the path of a directory")
     path = expanded(value)
-    if not path.is_dir():
-        raise OptionError(
-            f"option {name!r} is {str(path)!r}, which is not a directory; create it first or leave the option out"
-        )
     try:
+        if not path.is_dir():
+            raise OptionError(
+                f"option {name!r} is {str(path)!r}, which is not a directory; create it first or leave the option out"
+            )
         # Permissions do not tell of read-only mounts and the like, and root passes all of them.
         with tempfile.TemporaryFile(dir=path):
             pass

@@ -18,6 +18,7 @@ import torch
 from autohete_fx.compiler.compilation import Compilation
 from autohete_fx.errors import ReportError
 from autohete_fx.ir import StepRecord
+from autohete_fx.ir.files import is_directory
 from autohete_fx.report.saved import METRICS, SNAPSHOT, cannot_write, metrics_line
 from autohete_fx.runtime.recorder import StepRecorder
 
@@ -106,7 +107,7 @@ class _Writer:
         clock = self.compilation.clock
         if clock is not None and clock.recorder is not None:
             clock.recorder.close()
-        if self._is_stale and self.directory.is_dir():
+        if self._is_stale and is_directory(self.directory):
             self.write_again()
 
     def give_way(self) -> None:

@@ -19,6 +19,9 @@ from autohete_fx.errors import AutoHeteError
 
 Value = TypeVar("Value")
 
+_NEW_FILES = os.W_OK | os.X_OK
+"""What a directory must allow, so that a file can be made in it."""
+
 
 def expanded(path: str | os.PathLike[str]) -> Path:
     """The path, with the home directory that ``~`` stands for. One that nobody knows stays as it is written, as in a shell."""
@@ -29,15 +32,23 @@ def expanded(path: str | os.PathLike[str]) -> Path:
 
 def why_unwritable(path: str | os.PathLike[str]) -> str:
     """Why no file can be written there, so that it is said before anything is done for it; "" where it may be."""
-    if Path(path).is_dir():
-        return "it is a directory"
-    return "" if Path(path).absolute().parent.is_dir() else "its directory does not exist"
+    try:
+        into = Path(os.path.realpath(path))
+        if into.is_dir():
+            return "it is a directory"
+        if not into.parent.is_dir():
+            return "its directory does not exist"
+        if _is_written_in_place(into):
+            return "" if os.access(into, os.W_OK) else "it may not be written"
+    except OSError as error:  # what is below a directory that may not be searched, or has too long a name
+        return (error.strerror or str(error)).lower()
+    return "" if os.access(into.parent, _NEW_FILES) else "nothing may be written in its directory"
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a file all at once: where a disk is full or the process ends, an earlier file stays as it was. Raises OSError."""
-    into = Path(path).resolve()  # what a link points to is replaced, not the link
-    if into.exists() and (not into.is_file() or not os.access(into.parent, os.W_OK)):
+    into = Path(os.path.realpath(path))  # what a link points to is replaced, not the link
+    if _is_written_in_place(into):
         into.write_text(text, encoding="utf-8")  # a device or a pipe has nothing to lose
         return
     part = into.with_name(f".{into.name}.{os.getpid()}.part")
@@ -51,10 +62,22 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         raise
 
 
-def is_file(text: str) -> bool:
+def _is_written_in_place(into: Path) -> bool:
+    """Whether nothing can take the place of what is there. Raises OSError where that cannot be looked at."""
+    return into.exists() and (not into.is_file() or not os.access(into.parent, _NEW_FILES))
+
+
+def is_file(text: str | os.PathLike[str]) -> bool:
     """Whether a text, which may be anything, is the path of a file."""
-    with contextlib.suppress(OSError, ValueError):  # too long for a path, or with a null character
+    with contextlib.suppress(OSError, ValueError):  # too long for a path, with a null character, or not to be searched
         return Path(text).is_file()
+    return False
+
+
+def is_directory(text: str | os.PathLike[str]) -> bool:
+    """Whether a text, which may be anything, is the path of a directory."""
+    with contextlib.suppress(OSError, ValueError):
+        return Path(text).is_dir()
     return False
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from autohete_fx.errors import ReportError
 from autohete_fx.ir import BlockDecision, Lane, Plan
-from autohete_fx.ir.files import expanded
+from autohete_fx.ir.files import expanded, is_file
 from autohete_fx.ir.labels import label_pattern, run_label
 from autohete_fx.ir.sizes import format_bytes, format_seconds
 from autohete_fx.report.data import ReportData
@@ -43,16 +43,16 @@ def read_side(path: str | Path) -> Compared:
         ReportError: there is neither, or the report is damaged.
     """
     found = expanded(path)
-    if found.is_file() and found.name not in (DATA, METRICS):
+    if is_file(found) and found.name not in (DATA, METRICS):
         return Compared(name=str(path), plan=Plan.load(found))
-    if (found / DATA).is_file():
+    if is_file(found / DATA):
         data = Report.load(found).data
         return Compared(name=str(path), plan=data.plan, data=data)
-    if (found / PLAN).is_file():
+    if is_file(found / PLAN):
         return Compared(name=str(path), plan=Plan.load(found / PLAN))
     raise ReportError(
-        f"{str(path)!r} was given, which is neither a plan file nor a directory with {DATA} or {PLAN}. Expected was one of these."
-        " Give a file that Plan.save wrote, or a directory that the option 'report_dir' wrote"
+        f"{str(path)!r} was given, where neither a plan file nor a directory with {DATA} or {PLAN} can be found. Expected was one"
+        " of these. Give a file that Plan.save wrote, or a directory that the option 'report_dir' wrote"
     )
 
 

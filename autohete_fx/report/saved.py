@@ -13,7 +13,7 @@ from pathlib import Path
 
 from autohete_fx.errors import ReportError
 from autohete_fx.ir import Plan, StepRecord
-from autohete_fx.ir.files import expanded, write_text
+from autohete_fx.ir.files import expanded, is_file, write_text
 from autohete_fx.report.data import ReportData
 from autohete_fx.report.trace import Trace
 
@@ -101,13 +101,13 @@ class Report:
     def load(directory: str | Path) -> "Report":
         """The report of a directory that ``save`` wrote, with the steps of its metrics. Raises ReportError."""
         found = expanded(directory)
-        if not (found / DATA).is_file():
+        if not is_file(found / DATA):
             raise ReportError(
-                f"{str(directory)!r} was given, which is no directory with {DATA}. Expected was one that the option 'report_dir'"
+                f"{str(directory)!r} was given, where no {DATA} can be found. Expected was one that the option 'report_dir'"
                 " or Report.save wrote. Give that directory, or train with report_dir first"
             )
         data = ReportData.load(found / DATA)
-        if (found / METRICS).is_file():
+        if is_file(found / METRICS):
             data = replace(data, steps=_merged(data.steps, _steps(found / METRICS)))
         return Report(data=data)
 

@@ -21,6 +21,7 @@ from autohete_fx.errors import OptionError, unknown_word
 from autohete_fx.internals.modes import FakeTensorMode, StayOnMeta
 from autohete_fx.internals.modules import not_compiled
 from autohete_fx.internals.tensors import is_made_of_tensors
+from autohete_fx.ir.files import is_file
 from autohete_fx.whatif.architectures import find_architecture, require_transformers
 
 _ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop")
@@ -228,8 +229,8 @@ def _from_factory(text: str, path: str, factory: str, batch: int, seq: int, dtyp
 
 def _made_by(text: str, path: str, factory: str) -> tuple[ModuleType, object]:
     """The file as a module, and what its factory returns."""
-    if not Path(path).is_file():
-        raise OptionError(f"{path!r} is no file; expected one of Python, as in file.py:factory")
+    if not is_file(path):
+        raise OptionError(f"{path!r} is no file that can be found; expected one of Python, as in file.py:factory")
     spec = importlib.util.spec_from_file_location(f"autohete_fx_factory_{Path(path).stem}", path)
     assert spec is not None and spec.loader is not None, "the path ends with .py"
     source = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # Dynamo looks globals up by module

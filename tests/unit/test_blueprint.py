@@ -205,7 +205,7 @@ def test_what_is_no_model_is_refused_with_what_to_do(tmp_path: Path):
         (f"{file}:wrong_inputs", r"cannot be called with a tensor of shape \(2, 8\).*return \(module, inputs\)"),
         (f"{file}:with_another_name", "unexpected keyword argument 'y'; inputs are a tuple, or a dictionary of named"),
         (f"{file}:no_loss", r"returns a tensor of shape \(3, 4\); expected a scalar loss"),
-        (f"{tmp_path}/absent.py:make", "is no file; expected one of Python"),
+        (f"{tmp_path}/absent.py:make", "is no file that can be found; expected one of Python"),
     ):
         with pytest.raises(OptionError, match=reason):
             build(read(text))

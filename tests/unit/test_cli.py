@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -112,6 +113,48 @@ def test_a_plan_says_why_it_cannot_be_saved_there(tmp_path: Path, capsys: pytest
         assert cli.main(["plan", "gpt2", "--device", "h100", "--save", str(path)]) == 2
         shown = capsys.readouterr()
         assert f"cannot write {str(path)!r}: {reason}" in shown.err and shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reasons"),
+    [
+        (["report", "{}"], ("no report.json can be found", "no report.json can be found")),
+        (["compare", "{}", "{}"], ("neither a plan file nor", "neither a plan file nor")),
+        (["plan", "{}.py:make", "--device", "h100"], ("is no file that can be found", "is no file that can be found")),
+        (
+            ["plan", "gpt2", "--device", "h100", "--save", "{}"],
+            ("cannot write .*: file name too long", "cannot write .*: permission denied"),
+        ),
+        (
+            ["plan", "gpt2", "--device", "h100", "--sweep", "budget", "--plot", "{}"],
+            ("cannot write .*: file name too long", "cannot write .*: permission denied"),
+        ),
+        (["doctor", "--save", "{}"], ("cannot write .*: file name too long", "cannot write .*: permission denied")),
+        (
+            ["doctor", "--device", "cpu", "--offload-dir", "{}"],
+            ("no file can be made: File name too long", "no file can be made: Permission denied"),
+        ),
+    ],
+)
+def test_a_path_that_cannot_be_looked_at_is_told_in_a_line(
+    arguments: list[str],
+    reasons: tuple[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    shut, stat = tmp_path / "shut", os.stat
+
+    def searched(path: Any, **how: Any) -> os.stat_result:
+        if str(path).startswith(f"{shut}/"):
+            raise PermissionError(13, "Permission denied")
+        return stat(path, **how)
+
+    monkeypatch.setattr(os, "stat", searched)
+    for path, reason in zip((tmp_path / ("x" * 5000), shut / "x"), reasons, strict=True):
+        assert cli.main([each.format(path) for each in arguments]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == "" and re.search(reason, shown.err) and shown.err.count("\n") == 1
 
 
 def test_a_budget_that_the_device_has_not_is_refused_before_anything_is_traced(capsys: pytest.CaptureFixture[str]):

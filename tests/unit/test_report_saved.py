@@ -72,7 +72,7 @@ def test_a_notebook_gets_a_frame_that_is_apart_from_its_own_style():
 @pytest.mark.parametrize(
     ("break_it", "reason"),
     [
-        (lambda run: (run / DATA).unlink(), "which is no directory with report.json. Expected was"),
+        (lambda run: (run / DATA).unlink(), "where no report.json can be found. Expected was"),
         (lambda run: (run / DATA).write_text("{"), "not a report file"),
         (
             lambda run: (run / METRICS).write_text('{"step": 1}\n'),

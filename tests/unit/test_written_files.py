@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autohete_fx.ir.files import write_text
+from autohete_fx.ir.files import is_directory, is_file, why_unwritable, write_text
 
 _FULL = f"""
 import resource
@@ -53,6 +53,27 @@ def test_a_file_in_a_directory_that_takes_no_new_one_is_written_in_place(
     file = tmp_path / "file"
     file.write_text("old")
     before = file.stat().st_ino
-    monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (tmp_path, os.W_OK))
+    monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (tmp_path, os.W_OK | os.X_OK))
+    assert why_unwritable(file) == ""
     write_text(file, "new")
     assert (file.read_text(), file.stat().st_ino) == ("new", before)
+
+
+def test_what_may_not_be_written_is_told_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "link").symlink_to(tmp_path / "new")
+    monkeypatch.setattr(os, "access", lambda path, mode: path == tmp_path / "elsewhere")
+    assert why_unwritable(tmp_path / "new") == "nothing may be written in its directory"
+    assert why_unwritable(tmp_path / "elsewhere" / "link") == "nothing may be written in its directory"
+    assert why_unwritable(tmp_path / "file") == "it may not be written"
+    assert why_unwritable(tmp_path / "elsewhere" / "new") == ""
+    monkeypatch.setattr(os, "access", lambda path, mode: path == tmp_path)
+    assert why_unwritable(tmp_path / "file") == "", "a new one takes its place"
+
+
+def test_any_text_may_be_asked_for():
+    for text in ("x" * 5000, "\0", "absent"):
+        assert not is_file(text) and not is_directory(text)
+    assert is_file(__file__) and not is_file(Path(__file__).parent)
+    assert is_directory(Path(__file__).parent) and not is_directory(__file__)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from autohete_fx.errors import HostMemoryError, OptimizerStateError
+from autohete_fx.ir.files import is_directory
 from autohete_fx.runtime.tiers.arena import Chunk, bytes_text
 
 MakeChunk = Callable[[mmap.mmap, int], Chunk]
@@ -36,7 +37,7 @@ def check_directory(directory: str | None) -> Path:
     Raises HostMemoryError where it is none that this process can write to.
     """
     path = Path(directory if directory is not None else tempfile.gettempdir())
-    if not path.is_dir():
+    if not is_directory(path):
         raise HostMemoryError(f"offload_dir {str(path)!r} is not a directory; create it, or give another")
     if not os.access(path, os.W_OK | os.X_OK):
         raise HostMemoryError(f"offload_dir {str(path)!r} cannot be written to; give another, or change its mode")
