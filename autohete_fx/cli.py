@@ -144,12 +144,17 @@ def _report(parsed: argparse.Namespace) -> str:
     if parsed.directory.endswith(".jsonl"):
         from autohete_fx.commands.history import job_report
 
-        summary, page = job_report(parsed)
+        summary, write = job_report(parsed)
     else:
         from autohete_fx.report.saved import Report
 
         report = Report.load(parsed.directory)
-        summary, page = report.summary, report.rewrite_page(parsed.directory).resolve()
+        summary, write = report.summary, lambda: report.rewrite_page(parsed.directory)
+    try:
+        page = write().resolve()
+    except ReportError:  # what was read is worth an answer all the same
+        _show_answer(summary)
+        raise
     if parsed.open and not webbrowser.open(page.as_uri()):
         raise ReportError(
             f"--open was given, but no browser could be started. Expected was one. Open {str(page)!r} yourself"

@@ -78,6 +78,14 @@ def test_report_draws_a_page_of_a_jobs_log(log: Path, capsys: pytest.CaptureFixt
     assert "unknown, since x has no price" in capsys.readouterr().out
 
 
+def test_a_job_is_summed_up_where_its_page_cannot_be_written(log: Path, capsys: pytest.CaptureFixture[str]):
+    log.with_suffix(".html").mkdir()
+    assert cli.main(["report", str(log)]) == 2
+    said = capsys.readouterr()
+    assert "2 nodes (1 told, 1 vanished)" in said.out
+    assert said.err.startswith("autohete: the report cannot be written to") and said.err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
