@@ -9,7 +9,8 @@ import enum
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -161,6 +162,21 @@ def checked(raw: Any, name: str, *kinds: type) -> Any:
     if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
         raise TypeError(f"{name} is {value!r}; expected {' or '.join(kind.__name__ for kind in kinds)}")
     return value
+
+
+def check_numbers(name: str, raw: Any, signed: Collection[str] = ()) -> None:
+    """Raise ValueError for a number that no float holds, or below 0 in an entry that is not named in ``signed``.
+
+    Args:
+        name: of the entry that has the value ``raw``, whose own entries are looked at by their names.
+    """
+    if isinstance(raw, dict | list):
+        for key, value in raw.items() if isinstance(raw, dict) else ((name, each) for each in raw):
+            check_numbers(key, value, signed)
+    elif isinstance(raw, int | float):
+        size, least = (abs(raw), "") if name in signed else (raw, "of at least 0 ")
+        if not 0 <= size <= sys.float_info.max:
+            raise ValueError(f"{name} is {raw!r:.20}; expected a number {least}that a float holds")
 
 
 def spelled(of: type[Value], raw: Any) -> Value:

@@ -2,18 +2,20 @@
 
 import hashlib
 import json
-import sys
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from autohete_fx.errors import PlanError
 from autohete_fx.ir.decision import BlockDecision, Schedule
-from autohete_fx.ir.files import SavedAs, spelled, write_text
+from autohete_fx.ir.files import SavedAs, check_numbers, spelled, write_text
 from autohete_fx.ir.lane import LaneTime
 from autohete_fx.ir.reasons import Reasons
 
 SCHEMA_VERSION = 5
+
+DIFFERENCES = ("more_copies_s",)
+"""Entries of a plan that may be below 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,19 +98,8 @@ class Plan:
 
 def _plan_of(raw: dict[str, Any]) -> Plan:
     plan = spelled(Plan, raw)
-    _check_numbers("", raw)
+    check_numbers("", raw, DIFFERENCES)
     return plan
-
-
-def _check_numbers(name: str, raw: Any) -> None:
-    """Raise ValueError for a number below 0, but for the one that is a difference, or that no float holds."""
-    if isinstance(raw, dict | list):
-        for key, value in raw.items() if isinstance(raw, dict) else ((name, each) for each in raw):
-            _check_numbers(key, value)
-    elif isinstance(raw, int | float):
-        size, least = (abs(raw), "") if name == "more_copies_s" else (raw, "of at least 0 ")
-        if not 0 <= size <= sys.float_info.max:
-            raise ValueError(f"{name} is {raw!r:.20}; expected a number {least}that a float holds")
 
 
 _FILES = SavedAs(

@@ -9,10 +9,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from autohete_fx.errors import ReportError
 from autohete_fx.ir import Lane, LaneRecord, MemoryRecord, PassRecord, Plan, StepRecord
-from autohete_fx.ir.files import SavedAs, spelled
+from autohete_fx.ir.files import SavedAs, check_numbers, spelled
+from autohete_fx.ir.plan import DIFFERENCES
 from autohete_fx.planner.model.device_memory import MemoryLevel
 from autohete_fx.planner.model.simulation import Event
 
@@ -135,12 +137,31 @@ class ReportData:
     @staticmethod
     def from_json(text: str) -> "ReportData":
         """Read the data of a report. Raises ReportError where the text is none, or of another schema version."""
-        return _FILES.parse(text, lambda raw: spelled(ReportData, raw))
+        return _FILES.parse(text, _data_of)
 
     @staticmethod
     def load(path: str | Path) -> "ReportData":
         """Read a file. Raises ReportError, which names it, where there is none or it is damaged."""
         return _FILES.load(path, ReportData.from_json)
+
+
+_SIGNED = (*DIFFERENCES, "block", "at_s", "start_s", "end_s")
+"""Entries that may be below 0: work may be of no block, and a time before the step's begin."""
+
+
+def _data_of(raw: dict[str, Any]) -> ReportData:
+    data = spelled(ReportData, raw)
+    check_numbers("", raw, _SIGNED)
+    times = {"measured_step_s": data.measured_step_s, "step_s of step": data.step and data.step.step_s}
+    if data.events or data.levels:
+        times["step_s of plan"] = data.plan.step_s
+    for name, seconds in times.items():
+        if seconds == 0:
+            raise ValueError(f"{name} is 0; expected seconds above 0")
+    blocks = [each.block for each in (*data.events, *data.levels)]
+    if blocks and not -1 <= min(blocks) <= max(blocks) < len(data.plan.labels):
+        raise ValueError(f"block is {max(blocks, key=abs)}; expected one of the plan's {len(data.plan.labels)}")
+    return data
 
 
 _FILES = SavedAs(

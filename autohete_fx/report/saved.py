@@ -10,10 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
+from types import NoneType
+from typing import Any
 
 from autohete_fx.errors import ReportError
 from autohete_fx.ir import Plan, StepRecord
-from autohete_fx.ir.files import expanded, is_file, write_text
+from autohete_fx.ir.files import check_numbers, checked, expanded, is_file, write_text
 from autohete_fx.report.data import ReportData
 from autohete_fx.report.trace import Trace
 
@@ -136,31 +138,35 @@ def cannot_write(directory: Path, error: OSError) -> ReportError:
 def _steps(path: Path) -> list[StepRecord]:
     """Those of the lines of a file; its last line may have been cut off."""
     found: list[StepRecord] = []
-    place = str(path)
+    place = repr(str(path))
     try:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         for number, line in enumerate(lines, 1):
             place = f"line {number} of {str(path)!r}"
             if line.strip() and line.endswith("\n"):
-                each = json.loads(line)
-                found.append(_step(each["step"], each["step_s"], each["peak_bytes"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+                found.append(_step(json.loads(line)))
+    except OSError as error:
         raise ReportError(
-            f"{place} cannot be read: {error}. Expected was a line of JSON for each step, as a run writes them. Remove the"
+            f"{place} cannot be read: {error.strerror}. Expected was a file that this user may read. Change its mode"
+        ) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        what = f"it lacks {error}" if isinstance(error, KeyError) else error
+        raise ReportError(
+            f"{place} cannot be read: {what}. Expected was a line of JSON for each step, as a run writes them. Remove the"
             " lines that are damaged"
         ) from error
     return found
 
 
-def _step(number: object, step_s: object, peak_bytes: object) -> StepRecord:
-    """Raises TypeError where these are not a number of a step, seconds, and bytes or None."""
-    if not (
-        isinstance(number, int)
-        and isinstance(step_s, int | float)
-        and (peak_bytes is None or isinstance(peak_bytes, int))
-    ):
-        raise TypeError(f"a step has the values {(number, step_s, peak_bytes)}, which are no numbers")
-    return StepRecord(number=number, step_s=step_s, peak_bytes=peak_bytes)
+def _step(raw: Any) -> StepRecord:
+    """The step of a line. Raises KeyError for an entry that is missing, TypeError or ValueError for a wrong one."""
+    figures = {
+        "step": checked(raw, "step", int),
+        "step_s": checked(raw, "step_s", int, float),
+        "peak_bytes": checked(raw, "peak_bytes", int, NoneType),
+    }
+    check_numbers("", figures)
+    return StepRecord(number=figures["step"], step_s=figures["step_s"], peak_bytes=figures["peak_bytes"])
 
 
 def _merged(known: Iterable[StepRecord], later: Iterable[StepRecord]) -> tuple[StepRecord, ...]:

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import math
 import webbrowser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,13 +78,31 @@ def test_a_notebook_gets_a_frame_that_is_apart_from_its_own_style():
         (lambda run: (run / DATA).write_text("{"), "not a report file"),
         (
             lambda run: (run / METRICS).write_text('{"step": 1}\n'),
-            "metrics.jsonl' cannot be read: 'step_s'. Expected was",
+            "metrics.jsonl' cannot be read: it lacks 'step_s'. Expected was",
         ),
         (
             lambda run: (run / METRICS).write_text('{"step": 9, "step_s": "x", "peak_bytes": null}\n'),
-            "line 1 of .* a step has the values .* no numbers. Expected was",
+            "line 1 of .* step_s is 'x'; expected int or float. Expected was",
         ),
         (lambda run: (run / METRICS).write_text("\nhalf a li\n"), "line 2 of .*Remove the lines that are damaged"),
+        (lambda run: (run / METRICS).write_text("[" * 100_000 + "\n"), "line 1 of .*recursion.*Remove the lines"),
+        (
+            lambda run: (run / METRICS).write_text("[1]\n"),
+            r"read: \[1\] stands where an object with 'step' was expected",
+        ),
+        (lambda run: (run / METRICS).write_text(line(step=True)), "step is True; expected int"),
+        (lambda run: (run / METRICS).write_text(line(step=-3)), "step is -3; expected a number of at least 0"),
+        (lambda run: (run / METRICS).write_text(line(step_s=10**400)), "step_s is 10{19}; expected a number of"),
+        (lambda run: (run / METRICS).write_text(line(step_s=math.nan)), "step_s is nan; expected a number of"),
+        (lambda run: (run / METRICS).write_text(line(step_s=math.inf)), "step_s is inf; expected a number of"),
+        (lambda run: (run / METRICS).write_text(line(peak_bytes=-1)), "peak_bytes is -1; expected a number of"),
+        (lambda run: change(run, "plan", "step_s", math.nan), "damaged: step_s is nan; expected a number of at least"),
+        (lambda run: change(run, "plan", "step_s", 0.0), "damaged: step_s of plan is 0; expected seconds above 0"),
+        (lambda run: change(run, "plan", "busy_s", 0, "busy_s", -1.0), "damaged: busy_s is -1.0; expected a number"),
+        (lambda run: change(run, "measured_step_s", math.inf), "damaged: measured_step_s is inf; expected a number"),
+        (lambda run: change(run, "measured_step_s", 0.0), "damaged: measured_step_s is 0; expected seconds above 0"),
+        (lambda run: change(run, "step", "step_s", 0.0), "damaged: step_s of step is 0; expected seconds above 0"),
+        (lambda run: change(run, "levels", 0, "block", 99), "damaged: block is 99; expected one of the plan's 6"),
     ],
 )
 def test_what_cannot_be_read_is_said_with_its_path(
@@ -94,6 +114,34 @@ def test_what_cannot_be_read_is_said_with_its_path(
     assert str(run) in str(caught.value)
     assert cli.main(["report", str(run)]) == 2
     assert capsys.readouterr().err.startswith("autohete: ")
+
+
+def line(**changed: object) -> str:
+    return json.dumps({"step": 9, "step_s": 1.0, "peak_bytes": 5} | changed) + "\n"
+
+
+def change(run: Path, *path: Any) -> None:
+    """Set the entry of the data that all but the last lead to."""
+    *places, last, value = path
+    raw = inside = json.loads((run / DATA).read_text())
+    for place in places:
+        inside = inside[place]
+    inside[last] = value
+    (run / DATA).write_text(json.dumps(raw))
+
+
+def test_metrics_that_may_not_be_read_are_not_called_damaged(run: Path, monkeypatch: pytest.MonkeyPatch):
+    read = Path.read_text
+
+    def refusing(path: Path, **how: Any) -> str:
+        if path.name == METRICS:
+            raise PermissionError(13, "Permission denied")
+        return read(path, **how)
+
+    monkeypatch.setattr(Path, "read_text", refusing)
+    with pytest.raises(ReportError, match=r"jsonl' cannot be read: Permission denied\. Expected was a file") as caught:
+        Report.load(run)
+    assert "damaged" not in str(caught.value)
 
 
 def test_a_last_line_that_was_cut_off_costs_its_step_alone(run: Path):
@@ -124,6 +172,15 @@ def test_the_command_draws_the_page_again_and_sums_it_up(
     monkeypatch.setattr(webbrowser, "open", lambda url: False)
     assert cli.main(["report", "--open", str(run)]) == 2
     assert "no browser could be started" in capsys.readouterr().err
+
+
+def test_a_run_is_summed_up_where_its_page_cannot_be_written(run: Path, capsys: pytest.CaptureFixture[str]):
+    (run / PAGE).unlink()
+    (run / PAGE).mkdir()
+    assert cli.main(["report", str(run)]) == 2
+    said = capsys.readouterr()
+    assert said.out == Report(data=DONE).summary + "\n"
+    assert said.err.startswith("autohete: the report cannot be written to") and said.err.count("\n") == 1
 
 
 # -- two of them -----------------------------------------------------------------------------------------------------
