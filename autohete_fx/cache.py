@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from autohete_fx.errors import MachineError
 from autohete_fx.ir import Machine
+from autohete_fx.ir.files import write_text
 
 if TYPE_CHECKING:
     import torch
@@ -75,14 +76,7 @@ def store_text(kind: str, key: str, text: str, directory: str | Path | None = No
     try:
         path = _path(kind, key, directory)
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump({"version": CACHE_VERSION, "key": key, "text": text}, file)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+        write_text(path, json.dumps({"version": CACHE_VERSION, "key": key, "text": text}))
     except OSError:  # a cache that cannot be written costs the next process time, never correctness
         return
 

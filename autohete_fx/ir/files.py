@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -52,7 +53,7 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     if _is_written_in_place(into):
         into.write_text(text, encoding="utf-8")  # a device or a pipe has nothing to lose
         return
-    part = into.with_name(f".{into.name}.{os.getpid()}.part")
+    part = into.with_name(f".{into.name}.{os.getpid()}.{threading.get_ident()}.part")
     try:
         part.write_text(text, encoding="utf-8")
         if into.exists():
